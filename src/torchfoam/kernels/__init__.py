@@ -1,0 +1,65 @@
+"""The table of backends: who can perform a step here, and why the others cannot.
+
+A backend changes parameters and states in place, for a whole group at once, and returns nothing. All share one
+signature, `update(slots, h, rule)`; the eager one is the plain-torch twin that the others are held against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..rules import Hyper
+
+
+class Slot(NamedTuple):
+    """What a step needs of one parameter."""
+
+    p: Tensor
+    g: Tensor
+    state: dict[str, Tensor]  # "step" (already counting this step) and the moments
+    number: int  # the parameter's place among all of the optimizer's: seeds its rounding noise
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to perform a step."""
+
+    name: str
+    unavailable: Callable[[], str | None]  # why it cannot run on this machine, or None
+    refuses: Callable[[Tensor, dict[str, object]], str | None]  # why it cannot take (parameter, group), or None
+    update: Callable[[Sequence[Slot], Hyper, str], None]
+
+
+from . import eager  # noqa: E402  (the entries need the types above)
+
+BACKENDS: dict[str, Backend] = {
+    "eager": Backend("eager", eager.unavailable, eager.refuses, eager.update),
+}
+
+
+def backends() -> dict[str, str]:
+    """What can perform a step on this machine: name -> "ok", or the reason why not.
+
+    >>> backends()["eager"]
+    'ok'
+    """
+    return {name: b.unavailable() or "ok" for name, b in BACKENDS.items()}
+
+
+def choose(name: str | None, p: Tensor, group: dict[str, object]) -> Backend:
+    """The backend for one parameter: the named one, or a ValueError with the reason; None takes the fastest."""
+    if name is not None:
+        if name not in BACKENDS:
+            raise ValueError(f"unknown backend {name!r}; known: {', '.join(BACKENDS)}")
+        backend = BACKENDS[name]
+        if reason := backend.unavailable() or backend.refuses(p, group):
+            raise ValueError(f"backend {name!r} cannot be used: {reason}")
+        return backend
+    for backend in reversed(BACKENDS.values()):
+        if backend.refuses(p, group) is None and backend.unavailable() is None:
+            return backend
+    raise AssertionError("the eager backend takes everything")

@@ -1,0 +1,315 @@
+"""FOAM, the `torch.optim.Optimizer`: groups, state, step, save and load.
+
+This room owns when a step happens and what is kept between steps. It does no arithmetic (`rules.py`, `kernels/`) and
+does not decide which parameters fold (`groups.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .fold import check_level, width
+from .groups import param_groups, split_by_shape
+from .kernels import BACKENDS, Slot, choose
+from .rules import MOMENTS, RULES, SECOND_MOMENTS, Hyper
+
+FORMAT = 1  # version of the state dict; rises when an older one needs translating
+STATES = ("float32", "bfloat16", "param")
+# a state dict that differs in one of these belongs to another algorithm: loading it is refused
+IDENTITY = ("rule", "level", "second_moment", "state")
+
+# The authors' recipe for pre-training, for FOAM(model, **PAPER): a base rate for embeddings, head and norms, a quarter
+# of it for the folded matrices (docs/choosing.md).
+PAPER: dict[str, Any] = {"lr": 1e-2, "level": 2, "scale": 0.25, "betas": (0.9, 0.999), "weight_decay": 0.0}
+
+
+class FOAM(Optimizer):
+    """Adam whose two moments are kept as means over blocks of 2**level entries of a row.
+
+        m <- beta1 m + (1 - beta1) fold(g)          M = unfold(m) + residual * r
+        v <- beta2 v + (1 - beta2) fold(g^2)        V = unfold(v) + residual^2 * r^2,    r = g - unfold(fold(g))
+        p <- p - lr * weight_decay * p
+        p <- p - lr * scale * (M / (1 - beta1^t)) / (sqrt(V / (1 - beta2^t)) + eps)
+
+    Args:
+        params: a module (embeddings, head, norms and biases stay plain Adam: `param_groups`); tensors or (name, tensor)
+            pairs (matrices fold, the rest does not); or group dicts, where a group that states its own `level`
+            is taken as it is.
+        lr: learning rate, a float or a 0-dim tensor. AdamW's own value is the right start while `scale` is 1.
+        betas, eps, weight_decay, maximize: as in torch.optim.AdamW.
+        level: fold level of what folds: 0 is AdamW, 2 (blocks of 4) the paper's choice, "row" one value a row.
+        rule: "adam".
+        scale: alpha, multiplies lr for folded groups only.
+        residual: rho, how much of the residual returns to each weight; 0 is the ablation.
+        second_moment: "mean_square" = fold(g^2) (default) or "square_mean" = fold(g)^2 (the paper's text).
+        state: how moments are kept: "float32" (float64 for float64 parameters), "bfloat16", or "param".
+        stochastic: round bfloat16 parameters and moments stochastically (seeded by `seed`, repeatable on resume);
+            False rounds to nearest, which freezes them (docs/algorithm.md).
+        capturable: keep `step` on the parameter's device, as CUDA graphs need.
+        backend: None takes the fastest that works for each parameter; a name takes that one or raises with the reason.
+
+    All of these but `backend` may be given per group. State exists from construction on: `step` [], and m, v of shape
+    [*lead, W], W = ceil(C / 2**level).
+
+    Raises:
+        ValueError: nonsense hyperparameters, complex parameters, an unknown backend, or nothing to fold.
+
+    >>> w = nn.Parameter(torch.ones(2, 8))
+    >>> opt = FOAM([w], lr=0.1, level=2, weight_decay=0.0)
+    >>> w.sum().backward(); _ = opt.step()
+    >>> tuple(opt.state[w]["m"].shape), w[0, 0].item()
+    ((2, 2), 0.8999999761581421)
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        level: int | str = 2,
+        rule: str = "adam",
+        scale: float = 1.0,
+        residual: float = 1.0,
+        second_moment: str = "mean_square",
+        state: str = "float32",
+        stochastic: bool = True,
+        seed: int = 0,
+        maximize: bool = False,
+        capturable: bool = False,
+        backend: str | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+            "level": level, "rule": rule, "scale": scale, "residual": residual, "second_moment": second_moment,
+            "state": state, "stochastic": stochastic, "seed": seed,
+            "maximize": maximize, "capturable": capturable, "format": FORMAT,
+        }  # fmt: skip
+        if backend is not None and backend not in BACKENDS:
+            raise ValueError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+        self.backend = backend
+        check(defaults)
+        if isinstance(params, nn.Module):
+            params = param_groups(params, level=level, scale=scale)
+        elif not isinstance(params, (Tensor, dict)):
+            params = list(params)
+        super().__init__(params, defaults)
+        asked = level != 0 and not any(isinstance(g, dict) and "level" in g for g in params)
+        if asked and not any(g["level"] != 0 for g in self.param_groups):
+            raise ValueError(
+                f"nothing folds: level={level!r} was asked for, but no parameter is a matrix; "
+                "use level=0 for plain AdamW, or give the group its own level"
+            )
+
+    # ------------------------------------------------------------------ groups and state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters. A group without a `level` of its own is split: matrices fold, the rest is plain Adam."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
+        for group in split_by_shape(param_group, self.defaults["level"], self.defaults["scale"]):
+            merged = {**self.defaults, **group}
+            check(merged)
+            tensors = group["params"] if isinstance(group["params"], list) else [group["params"]]
+            for p in (item[1] if isinstance(item, tuple) else item for item in tensors):
+                if isinstance(p, Tensor) and (p.is_complex() or not p.is_floating_point()):
+                    raise ValueError(
+                        f"FOAM needs real floating-point parameters, got {p.dtype} of shape {tuple(p.shape)}"
+                    )
+                if isinstance(p, Tensor) and self.backend is not None:
+                    choose(self.backend, p, merged)
+            super().add_param_group(group)
+            added = self.param_groups[-1]
+            for p in added["params"]:
+                if p.requires_grad:
+                    self.state[p] = new_state(p, added)
+
+    def _ensure_state(self, all_parameters: bool = False) -> None:
+        """Create the state of parameters that were swapped in or added later; drop that of parameters that left."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if (all_parameters or p.grad is not None) and not self.state.get(p):
+                    self.state[p] = new_state(p, group)
+        if len(self.state) > sum(len(g["params"]) for g in self.param_groups):
+            self._drop_orphans()
+
+    def _drop_orphans(self) -> None:
+        ours = {p for g in self.param_groups for p in g["params"]}
+        for p in [p for p in self.state if p not in ours]:
+            del self.state[p]
+
+    def state_bytes(self) -> int:
+        """Bytes of all optimizer state, exactly as allocated (also on the meta device)."""
+        return sum(x.numel() * x.element_size() for s in self.state.values() for x in s.values())
+
+    # ------------------------------------------------------------------ step
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Perform one step. `closure`, if given, recomputes the loss (with gradients enabled) and is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._ensure_state()
+        index = 0
+        for group in self.param_groups:
+            slots: dict[str, list[Slot]] = {}
+            for i, p in enumerate(group["params"], index):
+                if p.grad is None:
+                    continue
+                if p.grad.layout != torch.strided:
+                    raise RuntimeError(
+                        f"FOAM cannot use sparse gradients (parameter of shape {tuple(p.shape)}): "
+                        "build the embedding with sparse=False, or give it to torch.optim.SparseAdam"
+                    )
+                if p.numel():
+                    backend = choose(self.backend, p, group)
+                    slots.setdefault(backend.name, []).append(Slot(p, p.grad, self.state[p], i))
+            index += len(group["params"])
+            for name, batch in slots.items():
+                for slot in batch:
+                    slot.state["step"] += 1
+                BACKENDS[name].update(batch, hyper(group), group["rule"])
+        return loss
+
+    # ------------------------------------------------------------------ save and load
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "backend": self.backend}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("backend", None)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict()` gave, bit for bit, into the tensors this optimizer already holds.
+
+        Everything is checked before anything changes. Dtypes are kept (torch's own method would cast moments to the
+        parameter's dtype), and nothing is shared with `state_dict` afterwards. Learning rates, betas and the like
+        are taken from `state_dict`, as with every torch optimizer.
+
+        Raises:
+            ValueError: another number of groups or parameters, or another shape, level, rule, second moment or kind
+                of state; both values are named and nothing has been loaded.
+        """
+        state_dict = dict(state_dict)
+        for pre in list(self._optimizer_load_state_dict_pre_hooks.values()):
+            state_dict = pre(self, state_dict) or state_dict
+        plan = self._check_state_dict(state_dict)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"]):
+            kept = {k: v for k, v in saved.items() if k not in ("params", "format")}
+            if isinstance(group["lr"], Tensor) and not isinstance(kept.get("lr"), Tensor):
+                kept["lr"] = torch.as_tensor(kept.get("lr", group["lr"]), dtype=group["lr"].dtype)
+            group.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()})
+        for p, group, saved in plan:
+            mine = self.state[p] if self.state.get(p) else new_state(p, group)
+            if saved or self.state.get(p):
+                self.state[p] = mine
+            for name, x in mine.items():
+                x.copy_(saved[name]) if saved else x.zero_()
+        self._drop_orphans()
+        for post in list(self._optimizer_load_state_dict_post_hooks.values()):
+            post(self)
+
+    def _check_state_dict(self, state_dict: Mapping[str, Any]) -> list[tuple[Tensor, dict[str, Any], dict[str, Any]]]:
+        """Pair every parameter with its saved state, or raise ValueError naming both sides of the first difference."""
+        if not {"state", "param_groups"} <= set(state_dict):
+            raise ValueError(f"not an optimizer state dict: keys are {sorted(state_dict)}")
+        ours, theirs = self.param_groups, state_dict["param_groups"]
+        if len(ours) != len(theirs):
+            raise ValueError(f"the state dict has {len(theirs)} parameter groups, this optimizer has {len(ours)}")
+        plan = []
+        for k, (group, saved_group) in enumerate(zip(ours, theirs)):
+            where = f"group {k} ({group['name']})" if "name" in group else f"group {k}"
+            if "format" not in saved_group:
+                raise ValueError(
+                    f"{where}: this is not a FOAM state dict (no `format`); "
+                    "to continue from torch.optim.AdamW use torchfoam.from_adamw"
+                )
+            if saved_group["format"] > FORMAT:
+                raise ValueError(
+                    f"{where}: written by a newer torchfoam (format {saved_group['format']}, this one reads {FORMAT})"
+                )
+            for key in IDENTITY:
+                if saved_group.get(key, self.defaults[key]) != group[key]:
+                    raise ValueError(
+                        f"{where}: saved with {key}={saved_group[key]!r}, this optimizer has {group[key]!r}"
+                    )
+            if len(saved_group["params"]) != len(group["params"]):
+                raise ValueError(
+                    f"{where}: saved with {len(saved_group['params'])} parameters, this one has {len(group['params'])}"
+                )
+            for p, i in zip(group["params"], saved_group["params"]):
+                saved = state_dict["state"].get(i, {})
+                want = new_state(p, group, device="meta")
+                if saved and set(saved) != set(want):
+                    raise ValueError(f"{where}, parameter {i}: saved state {sorted(saved)}, expected {sorted(want)}")
+                for name in want if saved else ():
+                    x = saved[name]
+                    if not isinstance(x, Tensor):
+                        raise ValueError(f"{where}, parameter {i}: {name} is a {type(x).__name__}, not a tensor")
+                    if x.shape != want[name].shape or x.dtype != want[name].dtype:
+                        raise ValueError(
+                            f"{where}, parameter {i}: {name} was saved as {x.dtype} {tuple(x.shape)}, "
+                            f"this optimizer has {want[name].dtype} {tuple(want[name].shape)}"
+                        )
+                plan.append((p, group, saved))
+        return plan
+
+
+def check(group: Mapping[str, Any]) -> None:
+    """Raise ValueError for hyperparameters that make no sense, naming the value."""
+    lr, (beta1, beta2) = group["lr"], group["betas"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr must be a float or a tensor of one element, got shape {tuple(lr.shape)}")
+    if not (isinstance(lr, Tensor) and lr.device.type != "cpu") and not 0 <= float(lr) < float("inf"):
+        raise ValueError(f"lr must be finite and >= 0, got {float(lr)}")
+    for name, beta in (("beta1", beta1), ("beta2", beta2)):
+        if not 0 <= beta < 1:
+            raise ValueError(f"{name} must be in [0, 1), got {beta}")
+    for name in ("eps", "weight_decay", "scale", "residual"):
+        if not 0 <= group[name] < float("inf"):
+            raise ValueError(f"{name} must be finite and >= 0, got {group[name]}")
+    check_level(group["level"])
+    for name, known in (("rule", tuple(RULES)), ("second_moment", SECOND_MOMENTS), ("state", STATES)):
+        if group[name] not in known:
+            raise ValueError(f"unknown {name} {group[name]!r}; known: {', '.join(known)}")
+
+
+def new_state(p: Tensor, group: Mapping[str, Any], device: str | None = None) -> dict[str, Tensor]:
+    """Zero state of one parameter: `step` [] float32, and the rule's moments [*lead, W]."""
+    where = device or p.device
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "param": p.dtype}[group["state"]]
+    if p.dtype == torch.float64:
+        dtype = torch.float64
+    shape = (*p.shape[:-1], width(group["level"], p.shape[-1])) if p.ndim else ()
+    state = {"step": torch.zeros((), dtype=torch.float32, device=where if group["capturable"] else device or "cpu")}
+    for name in MOMENTS[group["rule"]]:
+        state[name] = torch.zeros(shape, dtype=dtype, device=where)
+    return state
+
+
+def hyper(group: Mapping[str, Any]) -> Hyper:
+    """The group's scalars, frozen for one step."""
+    beta1, beta2 = group["betas"]
+    return Hyper(
+        lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"],
+        level=group["level"], scale=group["scale"], residual=group["residual"], second_moment=group["second_moment"],
+        maximize=group["maximize"], stochastic=group["stochastic"], seed=group["seed"],
+    )  # fmt: skip
