@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 
+class UserError(Exception):
+    """Something the user can mend. One line that says what is wrong and what to do; the command exits with code 2."""
+
+
 @dataclass
 class ModelConfig:
     """Which model, and how it is held.
@@ -85,7 +89,7 @@ class TrainConfig:
         warmup: share of the steps with rising learning rate.
         final: learning rate at the end of the cosine, relative to the peak.
         clip: largest gradient norm; 0 means no clipping.
-        precision: float32, bfloat16 (weights and gradients in bfloat16), mixed (float32 weights, bfloat16 autocast), or auto.
+        precision: float32, bfloat16 (weights and gradients too), mixed (float32 weights, bfloat16 autocast), or auto.
         eval_every: steps between evaluations; 0 means only at the end.
         eval_tokens: tokens of the validation split used in each evaluation.
         checkpoint_every: steps between checkpoints; 0 means only at the end and on interruption.
