@@ -7,7 +7,7 @@ every room can name its settings. Reading files and flags into these is `cli.py`
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 
 class UserError(Exception):
@@ -75,7 +75,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     scale: float | None = None
-    options: dict = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
