@@ -29,6 +29,10 @@ EMBEDDING_WORDS = (
 )
 HEAD_WORDS = ("lm_head", "head", "score", "classifier", "qa_outputs", "embed_out", "output_layer")
 
+# what is said of folded parameters alone, and what the others are instead: AdamW
+FOLDED_ONLY = ("level", "scale", "rule")
+PLAIN: dict[str, Any] = {"level": 0, "scale": 1.0, "rule": "adam"}
+
 
 def param_groups(
     model: nn.Module,
@@ -45,10 +49,11 @@ def param_groups(
         level: fold level of the group "folded".
         overrides: pattern -> options, matched against parameter names as a shell would (`"*.mlp.*": {"level": 3}`);
             the first match wins and makes a group of its own, starting from what the parameter would have had.
-        options: any other per-group option of FOAM. `scale` goes to the folded group alone, the rest to every group.
+        options: any other per-group option of FOAM. `scale` and `rule` go to the folded group alone, the rest to all.
 
     Returns:
-        Groups of (name, parameter) pairs with the keys `name`, `level`, `scale` and the options given.
+        Groups of (name, parameter) pairs with the keys `name`, `level` and the options given; unfolded ones state
+        level 0, scale 1 and rule "adam".
 
     Raises:
         ValueError: a pattern that matches nothing (the nearest names are offered), or nothing to fold.
@@ -57,14 +62,14 @@ def param_groups(
     >>> [(g["name"], [n for n, _ in g["params"]]) for g in param_groups(model)]
     [('folded', ['1.weight']), ('unfolded', ['0.weight', '1.bias'])]
     """
-    scale = options.pop("scale", 1.0)
+    ours = {"level": level, **{key: options.pop(key) for key in FOLDED_ONLY if key in options}}
     folding = foldable(model)
     if not any(folding.values()) and level != 0:
         raise ValueError(
             f"nothing folds in {type(model).__name__}: it has no trainable attention or MLP matrix; "
             "use level=0 for plain AdamW, or name matrices with overrides"
         )
-    wanted = {True: {"level": level, "scale": scale, **options}, False: {"level": 0, "scale": 1.0, **options}}
+    wanted = {True: {**options, **ours}, False: {**options, **PLAIN}}
     groups: dict[str, dict[str, Any]] = {}
     unmatched = set(overrides or ())
     for name, p in model.named_parameters():
@@ -130,14 +135,14 @@ def _named(path: str, words: Iterable[str]) -> bool:
     return bool(set(path.lower().split(".")) & set(words))
 
 
-def split_by_shape(group: dict[str, Any], level: int | str, scale: float) -> list[dict[str, Any]]:
+def split_by_shape(group: dict[str, Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Split a group that states no `level`: matrices fold at `level`, the rest is plain Adam.
 
     Of (name, tensor) pairs, those named like an embedding or a head do not fold. Nothing is split where it would
-    change nothing (level 0, scale 1) or where one side is empty.
+    change nothing (level 0, scale 1, rule "adam") or where one side is empty.
     """
-    scale = group.get("scale", scale)
-    if "level" in group or (level == 0 and scale == 1):
+    ours = {key: group.get(key, defaults[key]) for key in FOLDED_ONLY}
+    if "level" in group or ours == PLAIN:
         return [group]
     params = group["params"]
     items = [params] if isinstance(params, Tensor) else list(params)
@@ -146,8 +151,8 @@ def split_by_shape(group: dict[str, Any], level: int | str, scale: float) -> lis
         name, p = item if isinstance(item, tuple) else ("", item)
         folds = isinstance(p, Tensor) and p.ndim >= 2 and not _named(name, EMBEDDING_WORDS + HEAD_WORDS)
         sides[folds].append(item)
-    rest = {**group, "params": sides[False], "level": 0, "scale": 1.0}
-    folded = {**group, "params": sides[True], "level": level, "scale": scale}
+    rest = {**group, "params": sides[False], **PLAIN}
+    folded = {**group, "params": sides[True], **ours}
     return [g for g in (folded, rest) if g["params"]] or [folded]
 
 

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .fold import check_level, width
+from .fold import check_level
 from .groups import param_groups, split_by_shape
 from .kernels import BACKENDS, Slot, choose
-from .rules import MOMENTS, RULES, SECOND_MOMENTS, Hyper
+from .quant import GROUP
+from .rules import LR_ADJUSTMENTS, MOMENTS, RULES, SECOND_MOMENTS, Hyper, moment_width
 
 FORMAT = 1  # version of the state dict; rises when an older one needs translating
-STATES = ("float32", "bfloat16", "param")
+STATES = ("float32", "bfloat16", "int8", "param")
 # a state dict that differs in one of these belongs to another algorithm: loading it is refused
 IDENTITY = ("rule", "level", "second_moment", "state")
 
@@ -43,13 +44,16 @@ class FOAM(Optimizer):
         lr: learning rate, a float or a 0-dim tensor. AdamW's own value is the right start while `scale` is 1.
         betas, eps, weight_decay, maximize: as in torch.optim.AdamW.
         level: fold level of what folds: 0 is AdamW, 2 (blocks of 4) the paper's choice, "row" one value a row.
-        rule: "adam".
+        rule: "adam"; "mini" keeps one second moment a row (Adam-mini); "muon" orthogonalises the restored momentum
+            (torch.optim.Muon, whose `lr` it takes). Like `level`, it is for what folds; the rest stays Adam.
         scale: alpha, multiplies lr for folded groups only.
         residual: rho, how much of the residual returns to each weight; 0 is the ablation.
         second_moment: "mean_square" = fold(g^2) (default) or "square_mean" = fold(g)^2 (the paper's text).
-        state: how moments are kept: "float32" (float64 for float64 parameters), "bfloat16", or "param".
-        stochastic: round bfloat16 parameters and moments stochastically (seeded by `seed`, repeatable on resume);
-            False rounds to nearest, which freezes them (docs/algorithm.md).
+        state: how moments are kept: "float32" (float64 for float64 parameters), "bfloat16", "int8" (matrices only:
+            8-bit codes, 1/32 byte more for their scale), or "param" (as the parameter).
+        stochastic: round bfloat16 parameters, bfloat16 moments and codes stochastically (seeded by `seed`, repeatable
+            on resume); False rounds to nearest, which freezes them (docs/algorithm.md).
+        momentum, nesterov, adjust_lr: of rule "muon", as `momentum`, `nesterov`, `adjust_lr_fn` of torch.optim.Muon.
         capturable: keep `step` on the parameter's device, as CUDA graphs need.
         backend: None takes the fastest that works for each parameter; a name takes that one or raises with the reason.
 
@@ -82,6 +86,9 @@ class FOAM(Optimizer):
         state: str = "float32",
         stochastic: bool = True,
         seed: int = 0,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        adjust_lr: str = "original",
         maximize: bool = False,
         capturable: bool = False,
         backend: str | None = None,
@@ -90,6 +97,7 @@ class FOAM(Optimizer):
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "level": level, "rule": rule, "scale": scale, "residual": residual, "second_moment": second_moment,
             "state": state, "stochastic": stochastic, "seed": seed,
+            "momentum": momentum, "nesterov": nesterov, "adjust_lr": adjust_lr,
             "maximize": maximize, "capturable": capturable, "format": FORMAT,
         }  # fmt: skip
         if backend is not None and backend not in BACKENDS:
@@ -97,7 +105,7 @@ class FOAM(Optimizer):
         self.backend = backend
         check(defaults)
         if isinstance(params, nn.Module):
-            params = param_groups(params, level=level, scale=scale)
+            params = param_groups(params, level=level, scale=scale, rule=rule)
         elif not isinstance(params, (Tensor, dict)):
             params = list(params)
         super().__init__(params, defaults)
@@ -114,7 +122,7 @@ class FOAM(Optimizer):
         """Add parameters. A group without a `level` of its own is split: matrices fold, the rest is plain Adam."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
-        for group in split_by_shape(param_group, self.defaults["level"], self.defaults["scale"]):
+        for group in split_by_shape(param_group, self.defaults):
             merged = {**self.defaults, **group}
             check(merged)
             tensors = group["params"] if isinstance(group["params"], list) else [group["params"]]
@@ -122,6 +130,10 @@ class FOAM(Optimizer):
                 if isinstance(p, Tensor) and (p.is_complex() or not p.is_floating_point()):
                     raise ValueError(
                         f"FOAM needs real floating-point parameters, got {p.dtype} of shape {tuple(p.shape)}"
+                    )
+                if isinstance(p, Tensor) and merged["rule"] == "muon" and p.ndim < 2:
+                    raise ValueError(
+                        f"cannot use rule 'muon' on shape {tuple(p.shape)}: only matrices can be orthogonalised"
                     )
                 if isinstance(p, Tensor) and self.backend is not None:
                     choose(self.backend, p, merged)
@@ -287,22 +299,39 @@ def check(group: Mapping[str, Any]) -> None:
         if not 0 <= group[name] < float("inf"):
             raise ValueError(f"{name} must be finite and >= 0, got {group[name]}")
     check_level(group["level"])
-    for name, known in (("rule", tuple(RULES)), ("second_moment", SECOND_MOMENTS), ("state", STATES)):
+    choices = {"rule": tuple(RULES), "second_moment": SECOND_MOMENTS, "state": STATES, "adjust_lr": LR_ADJUSTMENTS}
+    for name, known in choices.items():
         if group[name] not in known:
             raise ValueError(f"unknown {name} {group[name]!r}; known: {', '.join(known)}")
+    if not 0 <= group["momentum"] < 1:
+        raise ValueError(f"momentum must be in [0, 1), got {group['momentum']}")
+    if group["rule"] == "mini" and group["second_moment"] != "mean_square":
+        raise ValueError("cannot use second_moment='square_mean' with rule 'mini': it keeps the row's mean square")
 
 
 def new_state(p: Tensor, group: Mapping[str, Any], device: str | None = None) -> dict[str, Tensor]:
-    """Zero state of one parameter: `step` [] float32, and the rule's moments [*lead, W]."""
+    """Zero state of one parameter: `step` [] float32; the rule's moments [*lead, W]; for 8-bit codes (uint8) also their
+    exponents, uint8 [*lead, ceil(W / 32)]. Dim 0 of all but `step` is the parameter's own."""
     where = device or p.device
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "param": p.dtype}[group["state"]]
-    if p.dtype == torch.float64:
-        dtype = torch.float64
-    shape = (*p.shape[:-1], width(group["level"], p.shape[-1])) if p.ndim else ()
-    state = {"step": torch.zeros((), dtype=torch.float32, device=where if group["capturable"] else device or "cpu")}
+    step_device = where if group["capturable"] else device or "cpu"
+    state = {"step": torch.zeros((), dtype=torch.float32, device=step_device)}
+    dtype = moment_dtype(p, group["state"])
+    C = p.shape[-1] if p.ndim else 1
     for name in MOMENTS[group["rule"]]:
-        state[name] = torch.zeros(shape, dtype=dtype, device=where)
+        W = moment_width(group["rule"], name, group["level"], C)
+        state[name] = torch.zeros((*p.shape[:-1], W) if p.ndim else (), dtype=dtype, device=where)
+        if dtype == torch.uint8:
+            state[f"{name}_exponent"] = torch.zeros((*p.shape[:-1], -(-W // GROUP)), dtype=dtype, device=where)
     return state
+
+
+def moment_dtype(p: Tensor, kind: str) -> torch.dtype:
+    """How a moment of p is kept: float64 for float64 parameters; 8-bit codes are for matrices, vectors keep float32."""
+    if p.dtype == torch.float64:
+        return torch.float64
+    if kind == "int8":
+        return torch.uint8 if p.ndim >= 2 else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "param": p.dtype}[kind]
 
 
 def hyper(group: Mapping[str, Any]) -> Hyper:
@@ -312,4 +341,5 @@ def hyper(group: Mapping[str, Any]) -> Hyper:
         lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"],
         level=group["level"], scale=group["scale"], residual=group["residual"], second_moment=group["second_moment"],
         maximize=group["maximize"], stochastic=group["stochastic"], seed=group["seed"],
+        momentum=group["momentum"], nesterov=group["nesterov"], adjust_lr=group["adjust_lr"],
     )  # fmt: skip

@@ -13,11 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from .fold import Level, fold, unfold
+from .fold import Level, fold, unfold, width
 
 SECOND_MOMENTS = ("mean_square", "square_mean")
+LR_ADJUSTMENTS = ("original", "match_rms_adamw")
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,11 @@ class Hyper:
     residual: float = 1.0  # rho: how much of the residual each weight gets back
     second_moment: str = "mean_square"
     maximize: bool = False
-    stochastic: bool = True  # rounding of bfloat16 storage; see quant.py
+    stochastic: bool = True  # rounding of bfloat16 and 8-bit storage; see quant.py
     seed: int = 0
+    momentum: float = 0.95  # muon only, as are the next two
+    nesterov: bool = True
+    adjust_lr: str = "original"
 
 
 def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, t: float | Tensor, h: Hyper) -> None:
@@ -72,6 +77,91 @@ def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, t: float | Tensor, h: Hyper
     p.sub_(M.div_(V).mul_(h.lr * h.scale / (1 - h.beta1**t)))
 
 
-RULES: dict[str, Callable[..., Any]] = {"adam": adam}
-# the moments each rule keeps besides the step count
-MOMENTS: dict[str, tuple[str, ...]] = {"adam": ("m", "v")}
+def mini(p: Tensor, g: Tensor, m: Tensor, v: Tensor, t: float | Tensor, h: Hyper) -> None:
+    """FOAM with Adam-mini's second moment: one value a row (an output neuron), with no residual in it.
+
+        m <- beta1 m + (1 - beta1) fold(g)
+        v <- beta2 v + (1 - beta2) mean(g^2 over the row)
+        p <- p - lr weight_decay p
+        p <- p - lr alpha ((unfold(m) + rho r) / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+
+    Shapes: p, g [*lead, C]; m [*lead, W]; v [*lead, 1]. Source: Zhang et al., Adam-mini, arXiv 2406.16793.
+    """
+    if h.maximize:
+        g = -g
+    f = fold(g, h.level)
+    # m <- beta1 m + (1 - beta1) fold(g)
+    m.lerp_(f, 1 - h.beta1)
+    # v <- beta2 v + (1 - beta2) mean(g^2)
+    v.mul_(h.beta2).add_(fold(g.square(), "row"), alpha=1 - h.beta2)
+    M = _restored(m, f, g, h)
+    if h.weight_decay:
+        p.mul_(1 - h.lr * h.weight_decay)
+    # p <- p - lr alpha (M / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+    V = v.div(1 - h.beta2**t).sqrt_().add_(h.eps)
+    p.sub_(M.div_(V).mul_(h.lr * h.scale / (1 - h.beta1**t)))
+
+
+def muon(p: Tensor, g: Tensor, m: Tensor, t: float | Tensor, h: Hyper) -> None:
+    """FOAM with Muon: the momentum is folded, the residual re-added, the whole orthogonalised.
+
+        m <- mu m + (1 - mu) fold(g)
+        M  = unfold(m) + rho r;   u = (1 - mu) g + mu M  (nesterov)  or  M
+        p <- p - lr weight_decay p
+        p <- p - lr alpha adjust(R, C) orthogonal(u)
+
+    adjust is sqrt(max(1, R / C)) ("original") or 0.2 sqrt(max(R, C)) ("match_rms_adamw"). At level 0 this is
+    torch.optim.Muon. A 3-D parameter is a stack of matrices (experts); one of more dimensions (a convolution) is seen
+    as [first, product of the others]. Shapes: p, g [*lead, C]; m [*lead, W]. Source: torch.optim.Muon (2.13).
+    """
+    if h.maximize:
+        g = -g
+    f = fold(g, h.level)
+    # m <- mu m + (1 - mu) fold(g)
+    m.lerp_(f, 1 - h.momentum)
+    M = _restored(m, f, g, h)
+    u = g.lerp(M, h.momentum) if h.nesterov else M
+    if u.ndim > 3:
+        u = u.flatten(1)
+    R, C = u.shape[-2:]
+    adjust = max(1.0, R / C) ** 0.5 if h.adjust_lr == "original" else 0.2 * max(R, C) ** 0.5
+    if h.weight_decay:
+        p.mul_(1 - h.lr * h.weight_decay)
+    p.sub_(orthogonal(u, h.eps).to(p.dtype).mul_(h.lr * h.scale * adjust).view_as(p))
+
+
+def _restored(m: Tensor, f: Tensor, g: Tensor, h: Hyper) -> Tensor:
+    """M = unfold(m) + rho r, full size; f = fold(g)."""
+    C = g.shape[-1] if g.ndim else 1
+    M = unfold(m, h.level, C)
+    if h.level != 0 and h.residual:
+        M.add_(unfold(f, h.level, C).sub_(g), alpha=-h.residual)
+    return M
+
+
+def orthogonal(u: Tensor, eps: float) -> Tensor:
+    """U V^T of u = U S V^T, roughly (singular values end in 0.7 to 1.2): [..., R, C] -> bfloat16 [..., R, C].
+
+    Five quintic Newton-Schulz steps X <- a X + (b A + c A^2) X, A = X X^T, in bfloat16. Source: K. Jordan, Muon (2024);
+    same coefficients as torch.optim.Muon.
+    """
+    a, b, c = 3.4445, -4.775, 2.0315
+    tall = u.shape[-2] > u.shape[-1]
+    gemm = torch.addmm if u.ndim == 2 else torch.baddbmm
+    X = u.bfloat16()
+    X = X.mT if tall else X
+    X = X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
+    for _ in range(5):
+        A = X @ X.mT
+        X = gemm(X, gemm(A, A, A, beta=b, alpha=c), X, beta=a)
+    return X.mT if tall else X
+
+
+RULES: dict[str, Callable[..., Any]] = {"adam": adam, "mini": mini, "muon": muon}
+# the moments each rule keeps besides the step count; m is signed, v is not
+MOMENTS: dict[str, tuple[str, ...]] = {"adam": ("m", "v"), "mini": ("m", "v"), "muon": ("m",)}
+
+
+def moment_width(rule: str, name: str, level: Level, columns: int) -> int:
+    """Columns of a rule's moment: W = ceil(C / B), but one for the v of "mini"."""
+    return 1 if (rule, name) == ("mini", "v") else width(level, columns)

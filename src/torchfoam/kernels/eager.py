@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..quant import noise_key, round_stochastic
+from ..quant import decode, encode, noise_key, round_stochastic
 from ..rules import MOMENTS, RULES, Hyper
 
 if TYPE_CHECKING:
@@ -26,13 +26,23 @@ def refuses(p: Tensor, group: dict[str, object]) -> str | None:
     return None
 
 
-def close(kept: Tensor, x: Tensor, slot: Slot, stream: int, h: Hyper) -> None:
-    """Write the computed x back to where it is kept; bfloat16 is rounded stochastically if the group says so."""
-    if x is kept:
-        return
-    if h.stochastic and kept.dtype == torch.bfloat16:
-        x = round_stochastic(x, noise_key(h.seed, int(slot.state["step"]), slot.number, stream))
-    kept.copy_(x)
+def open_moment(state: dict[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
+    """The moment in the dtype of the arithmetic: the kept tensor itself where it has that dtype."""
+    kept = state[name]
+    if kept.dtype == torch.uint8:
+        return decode(kept, state[f"{name}_exponent"], signed=name == "m").to(dtype)
+    return kept.to(dtype)
+
+
+def close(state: dict[str, Tensor], name: str, x: Tensor, key: int | None) -> None:
+    """Write the computed x back to where it is kept; `key` seeds stochastic rounding, None rounds to nearest."""
+    kept = state[name]
+    if kept.dtype == torch.uint8:
+        codes, exponents = encode(x.float(), name == "m", key)
+        kept.copy_(codes)
+        state[f"{name}_exponent"].copy_(exponents)
+    elif x is not kept:
+        kept.copy_(round_stochastic(x, key) if key is not None and kept.dtype == torch.bfloat16 else x)
 
 
 def update(slots: Sequence[Slot], h: Hyper, rule: str) -> None:
@@ -40,10 +50,11 @@ def update(slots: Sequence[Slot], h: Hyper, rule: str) -> None:
     for slot in slots:
         dtype = torch.float64 if slot.p.dtype == torch.float64 else torch.float32
         p = slot.p.to(dtype)
-        moments = [slot.state[name].to(dtype) for name in MOMENTS[rule]]
+        moments = [open_moment(slot.state, name, dtype) for name in MOMENTS[rule]]
         step = slot.state["step"]
         t = step.item() if step.device.type == "cpu" else step
         RULES[rule](p, slot.g.to(dtype), *moments, t, h)
-        close(slot.p, p, slot, 0, h)
-        for stream, (name, x) in enumerate(zip(MOMENTS[rule], moments), 1):
-            close(slot.state[name], x, slot, stream, h)
+        keyed = {"p": slot.p, **slot.state}
+        for stream, (name, x) in enumerate(zip(("p", *MOMENTS[rule]), (p, *moments))):
+            narrow = h.stochastic and keyed[name].dtype in (torch.bfloat16, torch.uint8)
+            close(keyed, name, x, noise_key(h.seed, int(t), slot.number, stream) if narrow else None)
