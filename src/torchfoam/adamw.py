@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from .fold import fold, unfold
-from .optim import FOAM
+from .kernels.eager import close, open_moment
+from .optim import FOAM, new_state
 
 
 def from_adamw(opt: FOAM, source: Any, params: Iterable[Tensor] | None = None) -> FOAM:
@@ -39,8 +40,10 @@ def from_adamw(opt: FOAM, source: Any, params: Iterable[Tensor] | None = None) -
         if group["second_moment"] != "mean_square" and group["level"] != 0:
             raise ValueError("cannot recover second_moment='square_mean' from AdamW: it kept the mean of squares")
         for p in group["params"]:
-            theirs = moments.get(id(p), {})
-            if not theirs:
+            theirs = moments.get(id(p))
+            if theirs is None:
+                raise ValueError(f"AdamW does not hold a parameter of this optimizer (shape {tuple(p.shape)})")
+            if not theirs:  # never had a gradient
                 continue
             if "exp_avg" not in theirs or "exp_avg_sq" not in theirs or "max_exp_avg_sq" in theirs:
                 raise ValueError(f"not the state of an Adam without amsgrad: {sorted(theirs)}")
@@ -50,16 +53,13 @@ def from_adamw(opt: FOAM, source: Any, params: Iterable[Tensor] | None = None) -
                 )
             planned.append((p, group, theirs))
     if not planned:
-        raise ValueError(
-            "AdamW has no state for any parameter of this optimizer: has it stepped, and does it hold these?"
-        )
-    opt._ensure_state(all_parameters=True)
+        raise ValueError("AdamW has no state for any parameter of this optimizer: it has not stepped yet")
     for p, group, theirs in planned:
-        mine = opt.state[p]
+        mine = opt.state[p] = opt.state.get(p) or new_state(p, group)
         mine["step"].copy_(torch.as_tensor(theirs["step"]))
         wide = torch.float64 if p.dtype == torch.float64 else torch.float32
         for name, key in (("m", "exp_avg"), ("v", "exp_avg_sq")):
-            mine[name].copy_(fold(theirs[key].to(wide), group["level"]))
+            close(mine, name, fold(theirs[key].to(p.device, wide), group["level"]), key=None)
     return opt
 
 
@@ -84,19 +84,18 @@ def to_adamw(opt: FOAM, params: Iterable[Tensor] | None = None, **options: Any) 
     for group in opt.param_groups:
         for p in group["params"]:
             if mine := opt.state.get(p):
-                C = p.shape[-1] if p.ndim else 1
-                adamw.state[p] = {
-                    "step": mine["step"].clone(),
-                    "exp_avg": unfold(mine["m"], group["level"], C).to(p.dtype).contiguous(),
-                    "exp_avg_sq": unfold(mine["v"], group["level"], C).to(p.dtype).contiguous(),
-                }
+                C, wide = p.shape[-1] if p.ndim else 1, torch.float64 if p.dtype == torch.float64 else torch.float32
+                adamw.state[p] = {"step": mine["step"].clone()}
+                for name, key in (("m", "exp_avg"), ("v", "exp_avg_sq")):
+                    full = unfold(open_moment(mine, name, wide), group["level"], C)
+                    adamw.state[p][key] = torch.empty_like(p, requires_grad=False).copy_(full)  # with p's own strides
     return adamw
 
 
 def _moments(opt: FOAM, source: Any, params: Iterable[Tensor] | None) -> dict[int, dict[str, Tensor]]:
     """id(parameter) -> AdamW's state of it."""
     if isinstance(source, torch.optim.Optimizer):
-        return {id(p): s for p, s in source.state.items()}
+        return {id(p): source.state.get(p, {}) for g in source.param_groups for p in g["params"]}
     if not isinstance(source, dict) or not {"state", "param_groups"} <= set(source):
         raise ValueError(f"expected a torch AdamW or its state dict, got {type(source).__name__}")
     order = [i for g in source["param_groups"] for i in g["params"]]

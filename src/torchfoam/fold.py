@@ -40,7 +40,8 @@ def block(level: Level, columns: int) -> int:
     >>> block(2, 10), block(8, 10), block("row", 10)
     (4, 10, 10)
     """
-    return max(columns, 1) if level == "row" else min(1 << min(level, 62), max(columns, 1))
+    whole = max(columns, 1)
+    return whole if check_level(level) == "row" else min(1 << min(int(level), 62), whole)
 
 
 def width(level: Level, columns: int) -> int:

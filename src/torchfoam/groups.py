@@ -7,27 +7,28 @@ override. This room builds groups; it holds no state and performs no steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from itertools import takewhile
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-# Last resort, where a module tells nothing (a bare parameter, or (name, tensor) pairs): words of a parameter's path
-# that mean a table of embeddings or an output head.
-EMBEDDING_WORDS = (
-    "embed",
-    "embedding",
-    "embeddings",
-    "embed_tokens",
-    "wte",
-    "wpe",
-    "tok",
-    "pos_embed",
-    "cls_token",
-)
-HEAD_WORDS = ("lm_head", "head", "score", "classifier", "qa_outputs", "embed_out", "output_layer")
+# Last resort, where a module tells nothing (a bare parameter, or (name, tensor) pairs): what the parts of a dotted path
+# are called when they lead to a table of embeddings, and what such a parameter itself is called ...
+EMBEDDING_WORDS = ("*embed*", "wte", "wpe", "tok", "shared", "relative_attention_bias")
+TABLE_WORDS = ("*bias*", "*token", "*tokens", "pos", "pos_*", "*position*", "a_log")
+# ... and when they lead to an output head; a head stands outside the numbered stack of layers
+HEAD_WORDS = ("head", "*_head", "score", "classifier", "qa_outputs", "embed_out", "output_layer")
+
+# every per-group option of FOAM
+OPTIONS = (
+    "lr", "betas", "eps", "weight_decay", "level", "rule", "scale", "residual", "second_moment", "state", "stochastic",
+    "seed", "momentum", "nesterov", "adjust_lr", "maximize", "capturable",
+)  # fmt: skip
 
 # what is said of folded parameters alone, and what the others are instead: AdamW
 FOLDED_ONLY = ("level", "scale", "rule")
@@ -49,6 +50,7 @@ def param_groups(
         level: fold level of the group "folded".
         overrides: pattern -> options, matched against parameter names as a shell would (`"*.mlp.*": {"level": 3}`);
             the first match wins and makes a group of its own, starting from what the parameter would have had.
+            Their `level`, `scale` and `rule` are for matrices: a vector that matches takes only the rest.
         options: any other per-group option of FOAM. `scale` and `rule` go to the folded group alone, the rest to all.
 
     Returns:
@@ -56,38 +58,62 @@ def param_groups(
         level 0, scale 1 and rule "adam".
 
     Raises:
-        ValueError: a pattern that matches nothing (the nearest names are offered), or nothing to fold.
+        ValueError: an unknown option, a pattern that matches nothing (the nearest names are offered), or nothing folds.
 
     >>> model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4))
     >>> [(g["name"], [n for n, _ in g["params"]]) for g in param_groups(model)]
     [('folded', ['1.weight']), ('unfolded', ['0.weight', '1.bias'])]
     """
+    overrides = overrides or {}
+    for given in (options, *overrides.values()):
+        check_options(given)
     ours = {"level": level, **{key: options.pop(key) for key in FOLDED_ONLY if key in options}}
     folding = foldable(model)
-    if not any(folding.values()) and level != 0:
+    wanted = {True: {**options, **ours}, False: {**options, **PLAIN}}
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise ValueError(f"FOAM cannot use the sparse gradients of {path!r}: build it with sparse=False")
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    _check_patterns(overrides, trainable)
+    groups: dict[tuple[str, bool], dict[str, Any]] = {}
+    for name, p in trainable:
+        pattern = next((pattern for pattern in overrides if fnmatchcase(name, pattern)), "")
+        changes = {k: x for k, x in overrides.get(pattern, {}).items() if p.ndim >= 2 or k not in FOLDED_ONLY}
+        chosen = {**wanted[folding[name]], **changes}
+        label = "unfolded" if chosen["level"] == 0 and chosen.get("rule", "adam") == "adam" else "folded"
+        new = {"params": [], "name": f"{label} {pattern}".rstrip(), **chosen}
+        groups.setdefault((new["name"], folding[name]), new)["params"].append((name, p))
+    if level != 0 and all(g["level"] == 0 for g in groups.values()):
         raise ValueError(
             f"nothing folds in {type(model).__name__}: it has no trainable attention or MLP matrix; "
             "use level=0 for plain AdamW, or name matrices with overrides"
         )
-    wanted = {True: {**options, **ours}, False: {**options, **PLAIN}}
-    groups: dict[str, dict[str, Any]] = {}
-    unmatched = set(overrides or ())
-    for name, p in model.named_parameters():
-        if not p.requires_grad:
-            continue
-        matches = [pattern for pattern in overrides or () if fnmatchcase(name, pattern)]
-        unmatched -= set(matches)
-        label = "folded" if folding[name] else "unfolded"
-        chosen = wanted[folding[name]]
-        if matches:
-            chosen = {**chosen, **(overrides or {})[matches[0]]}
-            label = f"{label} {matches[0]}"
-        groups.setdefault(label, {"params": [], "name": label, **chosen})["params"].append((name, p))
-    if unmatched:
-        pattern = sorted(unmatched)[0]
-        near = get_close_matches(pattern.strip("*."), list(folding), n=3, cutoff=0.3)
-        raise ValueError(f"override pattern {pattern!r} matches no trainable parameter; nearest: {', '.join(near)}")
     return sorted(groups.values(), key=lambda g: not g["name"].startswith("folded"))
+
+
+def _check_patterns(overrides: Mapping[str, Mapping[str, Any]], params: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise ValueError for a pattern that would have no effect."""
+    for pattern, changes in overrides.items():
+        matched = [p for name, p in params if fnmatchcase(name, pattern)]
+        if not matched:
+            near = get_close_matches(pattern.replace("*", ""), [name for name, _ in params], n=3, cutoff=0.0)
+            raise ValueError(f"override pattern {pattern!r} matches no trainable parameter; nearest: {', '.join(near)}")
+        if all(p.ndim < 2 for p in matched) and (vain := [k for k in FOLDED_ONLY if k in changes]):
+            raise ValueError(
+                f"override pattern {pattern!r} sets {vain[0]}, but matches only vectors, which do not fold"
+            )
+
+
+def check_options(given: Iterable[str], misspelt_only: bool = False) -> None:
+    """Raise ValueError for the first name that is not an option of FOAM, offering the nearest.
+
+    `misspelt_only` lets through what resembles none: schedulers and trainers keep keys of their own in groups.
+    """
+    for name in given:
+        near = get_close_matches(name, OPTIONS, n=1, cutoff=0.8 if misspelt_only else 0.5)
+        if name not in OPTIONS and (near or not misspelt_only):
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(OPTIONS)}"
+            raise ValueError(f"unknown option {name!r}; {hint}")
 
 
 def foldable(model: nn.Module) -> dict[str, bool]:
@@ -106,51 +132,74 @@ def foldable(model: nn.Module) -> dict[str, bool]:
 
 
 def _folds(path: str, p: Tensor, owner: nn.Module, heads: set[int]) -> bool:
-    if p.ndim < 2 or id(owner) in heads:
+    kind = type(owner).__name__
+    if p.ndim < 2 or id(owner) in heads or "bias" in path.rpartition(".")[2]:
         return False
-    if isinstance(owner, (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)) or "Norm" in type(owner).__name__:
-        return False
-    if isinstance(owner, (nn.Linear, nn.MultiheadAttention, nn.RNNBase)) or type(owner).__name__ == "Conv1D":
+    if isinstance(owner, (nn.Linear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)) or kind == "Conv1D":
         return True
+    if isinstance(owner, (nn.EmbeddingBag, nn.modules.conv._ConvNd)) or "Embed" in kind or "Norm" in kind:
+        return False
     # a bare parameter of a module of the model's own: stacked experts, routers, position tables, class tokens
-    return not _named(path, EMBEDDING_WORDS)
+    return _is_matrix(p) and not _is_table(path)
 
 
 def _heads(model: nn.Module) -> set[int]:
-    """Ids of output-head modules: what the model names as its output embeddings, and linear maps named like a head
-    outside the stack of layers."""
+    """Ids of output-head modules: what a model names as its output embeddings and, outside the stack of layers, linear
+    maps named like a head or shaped like the vocabulary's embedding."""
     heads = set()
-    output = getattr(model, "get_output_embeddings", lambda: None)()
-    if isinstance(output, nn.Module):
-        heads.add(id(output))
-    stacks = [prefix + "." for prefix, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    for module in model.modules():  # of every module: the model may be wrapped, or made of several
+        output = getattr(module, "get_output_embeddings", lambda: None)()
+        if isinstance(output, nn.Module):
+            heads.add(id(output))
+    vocabulary = _largest([m.weight for m in model.modules() if isinstance(m, nn.Embedding)])
     for path, module in model.named_modules():
-        linear = isinstance(module, nn.Linear)
-        if linear and _named(path, HEAD_WORDS) and not any(path.startswith(stack) for stack in stacks):
+        if isinstance(module, nn.Linear) and _is_head(f"{path}.weight", module.weight, vocabulary):
             heads.add(id(module))
     return heads
 
 
-def _named(path: str, words: Iterable[str]) -> bool:
-    return bool(set(path.lower().split(".")) & set(words))
+def _is_matrix(p: Tensor) -> bool:
+    """A matrix or a stack of them; not a kernel of a convolution, nor a table with a batch dimension of 1."""
+    return p.ndim == 2 or (p.ndim == 3 and p.shape[0] > 1)
+
+
+def _is_table(path: str) -> bool:
+    parts = path.lower().split(".")
+    # what stands before the last numbered stack names a part of the model, not the parameter
+    last = max((i for i, x in enumerate(parts) if x.isdigit()), default=0)
+    return _like(parts[max(last - 1, 0) :], EMBEDDING_WORDS) or _like(parts[-1:], TABLE_WORDS)
+
+
+def _is_head(path: str, p: Tensor, vocabulary: torch.Size | None) -> bool:
+    parts = re.sub(r"^(\d+\.)+", "", path.lower()).split(".")  # the first number may be a place in nn.Sequential
+    outside = list(takewhile(lambda x: not x.isdigit(), parts))
+    return _like(outside, HEAD_WORDS) or (outside == parts and p.shape == vocabulary)
+
+
+def _largest(tables: list[Tensor]) -> torch.Size | None:
+    """Shape of the embedding with the most rows: the vocabulary, not positions or token types."""
+    return max((p.shape for p in tables), key=lambda shape: shape[0], default=None)
+
+
+def _like(parts: Iterable[str], words: Iterable[str]) -> bool:
+    return any(fnmatchcase(part, word) for part in parts for word in words)
 
 
 def split_by_shape(group: dict[str, Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Split a group that states no `level`: matrices fold at `level`, the rest is plain Adam.
 
-    Of (name, tensor) pairs, those named like an embedding or a head do not fold. Nothing is split where it would
-    change nothing (level 0, scale 1, rule "adam") or where one side is empty.
+    `group["params"]` is a list. Of (name, tensor) pairs, those named like an embedding or a head do not fold. Nothing
+    is split where it would change nothing (level 0, scale 1, rule "adam") or where one side is empty.
     """
     ours = {key: group.get(key, defaults[key]) for key in FOLDED_ONLY}
     if "level" in group or ours == PLAIN:
         return [group]
-    params = group["params"]
-    items = [params] if isinstance(params, Tensor) else list(params)
+    named = [item if isinstance(item, tuple) else ("", item) for item in group["params"]]
+    vocabulary = _largest([p for name, p in named if isinstance(p, Tensor) and p.ndim == 2 and _is_table(name)])
     sides: dict[bool, list[Any]] = {True: [], False: []}
-    for item in items:
-        name, p = item if isinstance(item, tuple) else ("", item)
-        folds = isinstance(p, Tensor) and p.ndim >= 2 and not _named(name, EMBEDDING_WORDS + HEAD_WORDS)
-        sides[folds].append(item)
+    for item, (name, p) in zip(group["params"], named):
+        folds = isinstance(p, Tensor) and _is_matrix(p)
+        sides[folds and not (name and (_is_table(name) or _is_head(name, p, vocabulary)))].append(item)
     rest = {**group, "params": sides[False], **PLAIN}
     folded = {**group, "params": sides[True], **ours}
     return [g for g in (folded, rest) if g["params"]] or [folded]

@@ -7,6 +7,9 @@ does not decide which parameters fold (`groups.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
+from math import inf
+from numbers import Real
 from typing import Any, overload
 
 import torch
@@ -14,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .fold import check_level
-from .groups import param_groups, split_by_shape
+from .groups import check_options, param_groups, split_by_shape
 from .kernels import BACKENDS, Slot, choose
 from .quant import GROUP
 from .rules import LR_ADJUSTMENTS, MOMENTS, RULES, SECOND_MOMENTS, Hyper, moment_width
@@ -122,40 +125,54 @@ class FOAM(Optimizer):
         """Add parameters. A group without a `level` of its own is split: matrices fold, the rest is plain Adam."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
-        for group in split_by_shape(param_group, self.defaults):
-            merged = {**self.defaults, **group}
-            check(merged)
-            tensors = group["params"] if isinstance(group["params"], list) else [group["params"]]
-            for p in (item[1] if isinstance(item, tuple) else item for item in tensors):
-                if isinstance(p, Tensor) and (p.is_complex() or not p.is_floating_point()):
-                    raise ValueError(
-                        f"FOAM needs real floating-point parameters, got {p.dtype} of shape {tuple(p.shape)}"
-                    )
-                if isinstance(p, Tensor) and merged["rule"] == "muon" and p.ndim < 2:
-                    raise ValueError(
-                        f"cannot use rule 'muon' on shape {tuple(p.shape)}: only matrices can be orthogonalised"
-                    )
-                if isinstance(p, Tensor) and self.backend is not None:
-                    choose(self.backend, p, merged)
+        params = param_group["params"]
+        if isinstance(params, set):
+            raise TypeError("parameters must come in an order that is the same in every run, not in a set")
+        params = [params] if isinstance(params, Tensor) else list(params)
+        groups = split_by_shape({**param_group, "params": params}, self.defaults)
+        for group in groups:  # all is checked before anything is added
+            self._check_group(group)
+        for group in groups:
             super().add_param_group(group)
             added = self.param_groups[-1]
             for p in added["params"]:
                 if p.requires_grad:
                     self.state[p] = new_state(p, added)
 
-    def _ensure_state(self, all_parameters: bool = False) -> None:
-        """Create the state of parameters that were swapped in or added later; drop that of parameters that left."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if (all_parameters or p.grad is not None) and not self.state.get(p):
-                    self.state[p] = new_state(p, group)
-        if len(self.state) > sum(len(g["params"]) for g in self.param_groups):
-            self._drop_orphans()
+    def _check_group(self, group: dict[str, Any]) -> None:
+        merged = {**self.defaults, **group}
+        check_options((k for k in group if k not in ("params", "name", "param_names", "format")), misspelt_only=True)
+        check(merged)
+        for p in (item[1] if isinstance(item, tuple) else item for item in group["params"]):
+            if not isinstance(p, Tensor):
+                continue  # torch says what it is
+            if p.is_complex() or not p.is_floating_point() or p.layout != torch.strided:
+                raise ValueError(
+                    f"FOAM needs dense, real, floating-point parameters, got {p.dtype} ({p.layout}) "
+                    f"of shape {tuple(p.shape)}"
+                )
+            if merged["rule"] == "muon" and p.ndim < 2:
+                raise ValueError(
+                    f"cannot use rule 'muon' on shape {tuple(p.shape)}: only matrices can be orthogonalised"
+                )
+            if self.backend is not None:
+                choose(self.backend, p, merged)
 
-    def _drop_orphans(self) -> None:
-        ours = {p for g in self.param_groups for p in g["params"]}
-        for p in [p for p in self.state if p not in ours]:
-            del self.state[p]
+    def _ensure_state(self, all_parameters: bool = False) -> None:
+        """Create the state of parameters that were swapped in or unfrozen later, move that of parameters that moved to
+        another device, drop that of parameters that left."""
+        ours = set()
+        for group in self.param_groups:
+            ours.update(group["params"])
+            for p in group["params"]:
+                mine = self.state.get(p)
+                if not mine and (p.requires_grad if all_parameters else p.grad is not None):
+                    self.state[p] = new_state(p, group)
+                elif mine and mine["m"].device != p.device:
+                    self.state[p] = {k: x.to(p.device) if k != "step" else x for k, x in mine.items()}
+        if not self.state.keys() <= ours:
+            for p in self.state.keys() - ours:
+                del self.state[p]
 
     def state_bytes(self) -> int:
         """Bytes of all optimizer state, exactly as allocated (also on the meta device)."""
@@ -176,10 +193,18 @@ class FOAM(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._ensure_state()
-        index = 0
+        for group, backend, slots in self._work():
+            for slot in slots:
+                slot.state["step"] += 1
+            BACKENDS[backend].update(slots, hyper(group), group["rule"])
+        return loss
+
+    def _work(self) -> list[tuple[dict[str, Any], str, list[Slot]]]:
+        """What a step has to do, by group and backend; all gradients are looked at before any weight changes."""
+        work, number = [], 0
         for group in self.param_groups:
             slots: dict[str, list[Slot]] = {}
-            for i, p in enumerate(group["params"], index):
+            for i, p in enumerate(group["params"], number):
                 if p.grad is None:
                     continue
                 if p.grad.layout != torch.strided:
@@ -190,14 +215,16 @@ class FOAM(Optimizer):
                 if p.numel():
                     backend = choose(self.backend, p, group)
                     slots.setdefault(backend.name, []).append(Slot(p, p.grad, self.state[p], i))
-            index += len(group["params"])
-            for name, batch in slots.items():
-                for slot in batch:
-                    slot.state["step"] += 1
-                BACKENDS[name].update(batch, hyper(group), group["rule"])
-        return loss
+            number += len(group["params"])
+            work += [(group, name, batch) for name, batch in slots.items()]
+        return work
 
     # ------------------------------------------------------------------ save and load
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of every torch optimizer; complete also right after parameters were swapped."""
+        self._ensure_state(all_parameters=True)
+        return super().state_dict()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "backend": self.backend}
@@ -209,6 +236,7 @@ class FOAM(Optimizer):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict()` gave, bit for bit, into the tensors this optimizer already holds.
 
@@ -220,36 +248,42 @@ class FOAM(Optimizer):
             ValueError: another number of groups or parameters, or another shape, level, rule, second moment or kind
                 of state; both values are named and nothing has been loaded.
         """
+        if not isinstance(state_dict, Mapping):
+            raise ValueError(f"not an optimizer state dict but a {type(state_dict).__name__}")
         state_dict = dict(state_dict)
         for pre in list(self._optimizer_load_state_dict_pre_hooks.values()):
             state_dict = pre(self, state_dict) or state_dict
         plan = self._check_state_dict(state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
-            kept = {k: v for k, v in saved.items() if k not in ("params", "format")}
-            if isinstance(group["lr"], Tensor) and not isinstance(kept.get("lr"), Tensor):
-                kept["lr"] = torch.as_tensor(kept.get("lr", group["lr"]), dtype=group["lr"].dtype)
-            group.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()})
+            kept = {k: deepcopy(v) for k, v in saved.items() if k not in ("params", "param_names", "format")}
+            if isinstance(lr := group["lr"], Tensor):  # CUDA graphs and compiled steps read this very tensor
+                kept["lr"] = lr.copy_(torch.as_tensor(kept.get("lr", lr)))
+            group.update(kept)
+        self._ensure_state()
         for p, group, saved in plan:
             mine = self.state[p] if self.state.get(p) else new_state(p, group)
             if saved or self.state.get(p):
                 self.state[p] = mine
             for name, x in mine.items():
                 x.copy_(saved[name]) if saved else x.zero_()
-        self._drop_orphans()
         for post in list(self._optimizer_load_state_dict_post_hooks.values()):
             post(self)
 
-    def _check_state_dict(self, state_dict: Mapping[str, Any]) -> list[tuple[Tensor, dict[str, Any], dict[str, Any]]]:
+    def _check_state_dict(
+        self, state_dict: Mapping[str, Any]
+    ) -> list[tuple[Tensor, dict[str, Any], Mapping[str, Any]]]:
         """Pair every parameter with its saved state, or raise ValueError naming both sides of the first difference."""
-        if not {"state", "param_groups"} <= set(state_dict):
-            raise ValueError(f"not an optimizer state dict: keys are {sorted(state_dict)}")
+        if not {"state", "param_groups"} <= set(state_dict) or not isinstance(state_dict["state"], Mapping):
+            raise ValueError(f"not an optimizer state dict: keys are {sorted(map(str, state_dict))}")
         ours, theirs = self.param_groups, state_dict["param_groups"]
         if len(ours) != len(theirs):
             raise ValueError(f"the state dict has {len(theirs)} parameter groups, this optimizer has {len(ours)}")
-        plan = []
+        plan: list[tuple[Tensor, dict[str, Any], Mapping[str, Any]]] = []
         for k, (group, saved_group) in enumerate(zip(ours, theirs)):
             where = f"group {k} ({group['name']})" if "name" in group else f"group {k}"
-            if "format" not in saved_group:
+            if not isinstance(saved_group, Mapping) or not isinstance(saved_group.get("params"), (list, tuple)):
+                raise ValueError(f"{where}: not a parameter group of a state dict: {saved_group!r:.80}")
+            if not isinstance(saved_group.get("format"), int):
                 raise ValueError(
                     f"{where}: this is not a FOAM state dict (no `format`); "
                     "to continue from torch.optim.AdamW use torchfoam.from_adamw"
@@ -267,8 +301,15 @@ class FOAM(Optimizer):
                 raise ValueError(
                     f"{where}: saved with {len(saved_group['params'])} parameters, this one has {len(group['params'])}"
                 )
+            check({**group, **saved_group})
+            mine, names = group.get("param_names"), saved_group.get("param_names")
+            if mine and names and mine != names and sorted(mine) == sorted(names):
+                i = [a == b for a, b in zip(mine, names)].index(False)
+                raise ValueError(f"{where}, parameter {i}: saved as {names[i]!r}, this optimizer has {mine[i]!r} there")
             for p, i in zip(group["params"], saved_group["params"]):
                 saved = state_dict["state"].get(i, {})
+                if not isinstance(saved, Mapping):
+                    raise ValueError(f"{where}, parameter {i}: the saved state is a {type(saved).__name__}")
                 want = new_state(p, group, device="meta")
                 if saved and set(saved) != set(want):
                     raise ValueError(f"{where}, parameter {i}: saved state {sorted(saved)}, expected {sorted(want)}")
@@ -287,24 +328,26 @@ class FOAM(Optimizer):
 
 def check(group: Mapping[str, Any]) -> None:
     """Raise ValueError for hyperparameters that make no sense, naming the value."""
-    lr, (beta1, beta2) = group["lr"], group["betas"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"lr must be a float or a tensor of one element, got shape {tuple(lr.shape)}")
-    if not (isinstance(lr, Tensor) and lr.device.type != "cpu") and not 0 <= float(lr) < float("inf"):
-        raise ValueError(f"lr must be finite and >= 0, got {float(lr)}")
-    for name, beta in (("beta1", beta1), ("beta2", beta2)):
-        if not 0 <= beta < 1:
-            raise ValueError(f"{name} must be in [0, 1), got {beta}")
-    for name in ("eps", "weight_decay", "scale", "residual"):
-        if not 0 <= group[name] < float("inf"):
-            raise ValueError(f"{name} must be finite and >= 0, got {group[name]}")
+    lr, betas = group["lr"], group["betas"]
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"lr must be a float or a tensor of one element, got shape {tuple(lr.shape)}")
+        lr = lr.item() if lr.device.type == "cpu" else 0.0  # reading it from a GPU would wait for it
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas must be two numbers, got {betas!r}")
+    below = {"lr": (lr, inf), "beta1": (betas[0], 1), "beta2": (betas[1], 1), "momentum": (group["momentum"], 1)}
+    below.update({name: (group[name], inf) for name in ("eps", "weight_decay", "scale", "residual")})
+    for name, (value, limit) in below.items():
+        if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < limit:
+            wanted = "in [0, 1)" if limit == 1 else "finite and >= 0"
+            raise ValueError(f"{name} must be a number {wanted}, got {value!r}")
+    if isinstance(group["seed"], bool) or not isinstance(group["seed"], int):
+        raise ValueError(f"seed must be an integer, got {group['seed']!r}")
     check_level(group["level"])
     choices = {"rule": tuple(RULES), "second_moment": SECOND_MOMENTS, "state": STATES, "adjust_lr": LR_ADJUSTMENTS}
     for name, known in choices.items():
         if group[name] not in known:
             raise ValueError(f"unknown {name} {group[name]!r}; known: {', '.join(known)}")
-    if not 0 <= group["momentum"] < 1:
-        raise ValueError(f"momentum must be in [0, 1), got {group['momentum']}")
     if group["rule"] == "mini" and group["second_moment"] != "mean_square":
         raise ValueError("cannot use second_moment='square_mean' with rule 'mini': it keeps the row's mean square")
 
@@ -337,8 +380,9 @@ def moment_dtype(p: Tensor, kind: str) -> torch.dtype:
 def hyper(group: Mapping[str, Any]) -> Hyper:
     """The group's scalars, frozen for one step."""
     beta1, beta2 = group["betas"]
+    lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
     return Hyper(
-        lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"],
+        lr=lr, beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"],
         level=group["level"], scale=group["scale"], residual=group["residual"], second_moment=group["second_moment"],
         maximize=group["maximize"], stochastic=group["stochastic"], seed=group["seed"],
         momentum=group["momentum"], nesterov=group["nesterov"], adjust_lr=group["adjust_lr"],
