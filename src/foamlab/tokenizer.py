@@ -173,7 +173,7 @@ def _converted(path: Path) -> Tokenizer:
             backend = loaded.backend_tokenizer
         except Exception as error:  # whatever transformers raises on files it does not know
             why = " ".join(str(error).split())[:200]
-            hint = "a SentencePiece model needs `pip install sentencepiece`; else give a tokenizer.json"
+            hint = "a SentencePiece model needs `pip install 'torchfoam[sentencepiece]'`; else give a tokenizer.json"
             raise UserError(f"cannot read the tokenizer {path}: {hint} ({why})") from None
     return _with_specials(backend, path, loaded.eos_token, loaded.pad_token)
 
