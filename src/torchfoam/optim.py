@@ -19,11 +19,10 @@ from torch.optim import Optimizer
 from .fold import check_level
 from .groups import check_options, param_groups, split_by_shape
 from .kernels import BACKENDS, Slot, choose
-from .quant import GROUP
-from .rules import LR_ADJUSTMENTS, MOMENTS, RULES, SECOND_MOMENTS, Hyper, moment_width
+from .rules import LR_ADJUSTMENTS, RULES, SECOND_MOMENTS, Hyper
+from .state import STATES, new_state
 
 FORMAT = 1  # version of the state dict; rises when an older one needs translating
-STATES = ("float32", "bfloat16", "int8", "param")
 # a state dict that differs in one of these belongs to another algorithm: loading it is refused
 IDENTITY = ("rule", "level", "second_moment", "state")
 
@@ -350,31 +349,6 @@ def check(group: Mapping[str, Any]) -> None:
             raise ValueError(f"unknown {name} {group[name]!r}; known: {', '.join(known)}")
     if group["rule"] == "mini" and group["second_moment"] != "mean_square":
         raise ValueError("cannot use second_moment='square_mean' with rule 'mini': it keeps the row's mean square")
-
-
-def new_state(p: Tensor, group: Mapping[str, Any], device: str | None = None) -> dict[str, Tensor]:
-    """Zero state of one parameter: `step` [] float32; the rule's moments [*lead, W]; for 8-bit codes (uint8) also their
-    exponents, uint8 [*lead, ceil(W / 32)]. Dim 0 of all but `step` is the parameter's own."""
-    where = device or p.device
-    step_device = where if group["capturable"] else device or "cpu"
-    state = {"step": torch.zeros((), dtype=torch.float32, device=step_device)}
-    dtype = moment_dtype(p, group["state"])
-    C = p.shape[-1] if p.ndim else 1
-    for name in MOMENTS[group["rule"]]:
-        W = moment_width(group["rule"], name, group["level"], C)
-        state[name] = torch.zeros((*p.shape[:-1], W) if p.ndim else (), dtype=dtype, device=where)
-        if dtype == torch.uint8:
-            state[f"{name}_exponent"] = torch.zeros((*p.shape[:-1], -(-W // GROUP)), dtype=dtype, device=where)
-    return state
-
-
-def moment_dtype(p: Tensor, kind: str) -> torch.dtype:
-    """How a moment of p is kept: float64 for float64 parameters; 8-bit codes are for matrices, vectors keep float32."""
-    if p.dtype == torch.float64:
-        return torch.float64
-    if kind == "int8":
-        return torch.uint8 if p.ndim >= 2 else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "param": p.dtype}[kind]
 
 
 def hyper(group: Mapping[str, Any]) -> Hyper:

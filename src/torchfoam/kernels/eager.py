@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..quant import decode, encode, noise_key, round_stochastic
+from ..quant import noise_key
 from ..rules import MOMENTS, RULES, Hyper
+from ..state import close, open_moment
 
 if TYPE_CHECKING:
     from . import Slot
@@ -24,25 +25,6 @@ def unavailable() -> str | None:
 
 def refuses(p: Tensor, group: dict[str, object]) -> str | None:
     return None
-
-
-def open_moment(state: dict[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
-    """The moment in the dtype of the arithmetic: the kept tensor itself where it has that dtype."""
-    kept = state[name]
-    if kept.dtype == torch.uint8:
-        return decode(kept, state[f"{name}_exponent"], signed=name == "m").to(dtype)
-    return kept.to(dtype)
-
-
-def close(state: dict[str, Tensor], name: str, x: Tensor, key: int | None) -> None:
-    """Write the computed x back to where it is kept; `key` seeds stochastic rounding, None rounds to nearest."""
-    kept = state[name]
-    if kept.dtype == torch.uint8:
-        codes, exponents = encode(x.float(), name == "m", key)
-        kept.copy_(codes)
-        state[f"{name}_exponent"].copy_(exponents)
-    elif x is not kept:
-        kept.copy_(round_stochastic(x, key) if key is not None and kept.dtype == torch.bfloat16 else x)
 
 
 def update(slots: Sequence[Slot], h: Hyper, rule: str) -> None:

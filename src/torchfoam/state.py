@@ -1,0 +1,62 @@
+"""What is kept of a parameter between steps: which tensors, of which shape and dtype, and how they open and close.
+
+Every state but `step` has the parameter's own dim 0, so a state is sharded as its parameter is. The arithmetic is
+`rules.py`'s, the codes are `quant.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .quant import GROUP, decode, encode, round_stochastic
+from .rules import MOMENTS, moment_width
+
+STATES = ("float32", "bfloat16", "int8", "param")
+
+
+def new_state(p: Tensor, group: Mapping[str, Any], device: str | None = None) -> dict[str, Tensor]:
+    """Zero state of one parameter: `step` [] float32; the rule's moments [*lead, W]; for 8-bit codes (uint8) also their
+    exponents, uint8 [*lead, ceil(W / 32)]. Dim 0 of all but `step` is the parameter's own."""
+    where = device or p.device
+    step_device = where if group["capturable"] else device or "cpu"
+    state = {"step": torch.zeros((), dtype=torch.float32, device=step_device)}
+    dtype = moment_dtype(p, group["state"])
+    C = p.shape[-1] if p.ndim else 1
+    for name in MOMENTS[group["rule"]]:
+        W = moment_width(group["rule"], name, group["level"], C)
+        state[name] = torch.zeros((*p.shape[:-1], W) if p.ndim else (), dtype=dtype, device=where)
+        if dtype == torch.uint8:
+            state[f"{name}_exponent"] = torch.zeros((*p.shape[:-1], -(-W // GROUP)), dtype=dtype, device=where)
+    return state
+
+
+def moment_dtype(p: Tensor, kind: str) -> torch.dtype:
+    """How a moment of p is kept: float64 for float64 parameters; 8-bit codes are for matrices, vectors keep float32."""
+    if p.dtype == torch.float64:
+        return torch.float64
+    if kind == "int8":
+        return torch.uint8 if p.ndim >= 2 else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "param": p.dtype}[kind]
+
+
+def open_moment(state: dict[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
+    """The moment in the dtype of the arithmetic: the kept tensor itself where it has that dtype."""
+    kept = state[name]
+    if kept.dtype == torch.uint8:
+        return decode(kept, state[f"{name}_exponent"], signed=name == "m").to(dtype)
+    return kept.to(dtype)
+
+
+def close(state: dict[str, Tensor], name: str, x: Tensor, key: int | None) -> None:
+    """Write the computed x back to where it is kept; `key` seeds stochastic rounding, None rounds to nearest."""
+    kept = state[name]
+    if kept.dtype == torch.uint8:
+        codes, exponents = encode(x.float(), name == "m", key)
+        kept.copy_(codes)
+        state[f"{name}_exponent"].copy_(exponents)
+    elif x is not kept:
+        kept.copy_(round_stochastic(x, key) if key is not None and kept.dtype == torch.bfloat16 else x)
