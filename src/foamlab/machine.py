@@ -1,0 +1,181 @@
+"""What a run stands on: processes under torchrun, devices, precision, memory, signals. Nothing of models or data."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .config import UserError
+
+Precision = Literal["float32", "bfloat16", "mixed"]
+# rank 0 may be building a token cache, or writing a large checkpoint, while the others wait
+PATIENCE = timedelta(hours=6)
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of this run, and the device of this one. Without torchrun: one process."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    @contextmanager
+    def join(cls, device: str) -> Iterator[World]:
+        """Take part in the processes that torchrun started, with nccl on CUDA and gloo elsewhere; leave at the end.
+
+        Raises:
+            UserError: an unknown device, or one that is not there.
+        """
+        size, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+        place = choose_device(device, local if size > 1 else None)
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
+        if size == 1:
+            yield cls(place)
+            return
+        joined = dist.is_initialized()
+        if not joined:
+            dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=PATIENCE)
+        try:
+            yield cls(place, dist.get_rank(), dist.get_world_size())
+        finally:
+            if not joined:
+                dist.destroy_process_group()
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum `x` over all processes, in place; each gets the same bits."""
+        if self.size > 1:
+            dist.all_reduce(x)
+        return x
+
+    def share(self, x: Any) -> Any:
+        """Rank 0's value (plain data), on every rank."""
+        box = [x]
+        if self.size > 1:
+            dist.broadcast_object_list(box, device=self.device)
+        return box[0]
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        self.sum(torch.zeros((), device=self.device))
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Rank 0 does the block first, the others when it has finished."""
+        if self.rank:
+            self.barrier()
+        yield
+        if not self.rank:
+            self.barrier()
+
+
+def choose_device(name: str, local: int | None = None) -> torch.device:
+    """The device called `name`: "auto" is CUDA if there is any; under torchrun each process takes its own."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"unknown train.device {name!r}: use auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if device.index is None:
+            device = torch.device("cuda", local or 0)
+        if device.index >= count:
+            raise UserError(f"train.device is {device}, but there are {count} CUDA devices here: use cpu or auto")
+    elif device.type != "cpu":
+        raise UserError(f"train.device {name!r} is not supported: use auto, cpu, cuda or cuda:N")
+    return device
+
+
+def choose_precision(name: Precision | Literal["auto"], device: torch.device) -> tuple[Precision, str]:
+    """(float32, bfloat16 or mixed, a remark for the user or "") for train.precision on this device.
+
+    "auto" is float32 on CPUs, and mixed on GPUs that have bfloat16.
+    """
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        if name == "auto":
+            name = "mixed" if fast else "float32"
+        return name, ""
+    if name == "auto" or name == "float32":
+        return "float32", ""
+    supported = (getattr(torch.cpu, f"_is_{x}_supported", bool)() for x in ("avx512_bf16", "amx_tile"))
+    slow = f"this CPU has no fast bfloat16: train.precision {name} will be many times slower than float32 here"
+    return name, "" if any(supported) else slow
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin measuring peak memory anew, where the system allows it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    try:
+        with open("/proc/self/clear_refs", "w") as f:
+            f.write("5")
+    except OSError:  # not Linux, or not allowed: the peak is then that of the whole process
+        pass
+
+
+def peak_memory(device: torch.device) -> tuple[int, str]:
+    """(bytes, of what): the CUDA allocator's peak, or the resident memory of the whole process at its peak."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), "CUDA allocator"
+    try:
+        with open("/proc/self/status") as f:
+            return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM")), "process, resident"
+    except (OSError, StopIteration):
+        pass
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0, "unknown"
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "process, resident"
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let torch use `count` CPU threads in the block; 0 leaves its choice."""
+    before = torch.get_num_threads()
+    if count:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def stop_requests() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C or SIGTERM has come during the block, as a function; a second Ctrl-C is a KeyboardInterrupt.
+
+    SIGTERM after Ctrl-C does not abort: torchrun sends both for one Ctrl-C. Outside the main thread nothing is caught.
+    """
+    asked: list[int] = []
+
+    def ask(number: int, frame: object) -> None:
+        if number == signal.SIGINT and signal.SIGINT in asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    caught = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    before = {s: signal.signal(s, ask) for s in caught}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)

@@ -1,0 +1,141 @@
+"""`train`: from settings, or an old run's checkpoint, to a run that goes; all that can be refused is refused first.
+
+The loop itself is `loop.py`. Nothing is printed here: see `on_event`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import checkpoint, data, machine, models, optimizers
+from .config import RunConfig, TrainConfig, UserError
+from .loop import OnEvent, Result, Training, plain
+
+__all__ = ["Result", "train"]
+
+# settings that make it another run: they must not change on resume
+FIXED = (
+    "model.name", "optimizer.name", "optimizer.options", "data.name", "data.tokenizer", "data.sequence", "data.mode",
+    "data.validation", "data.limit", "data.column", "train.precision",
+)  # fmt: skip
+# settings that change no weight: they may change without a word
+FREE = (
+    "out", "data.cache", "data.workers", "train.eval_every", "train.eval_tokens", "train.checkpoint_every",
+    "train.keep", "train.patience", "train.sample", "train.tensorboard",
+)  # fmt: skip
+
+
+def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = lambda event: None) -> Result:
+    """Train as `config` says in a new run folder, or go on with an old run.
+
+    Args:
+        config: the settings. On resume `out` is ignored, and what makes a run what it is must be as it was.
+        resume: a run folder (its newest checkpoint) or one checkpoint folder.
+        on_event: is told what happens, on rank 0 (docs/house.md lists the events).
+
+    Raises:
+        UserError: what a user can mend: settings, data, an existing or unwritable folder, a full disk, a checkpoint
+            that is damaged or of another run, too many steps in a row that were not finite.
+        KeyboardInterrupt: on a second Ctrl-C.
+    """
+    t = config.train
+    check(t)
+    with ExitStack() as stack:
+        world = stack.enter_context(machine.World.join(t.device))
+        stack.enter_context(machine.threads(t.threads))
+        stack.enter_context(torch.random.fork_rng([world.device] if world.device.type == "cuda" else []))
+        emit: OnEvent = (lambda event: None) if world.rank else on_event
+        if t.batch % world.size:
+            raise UserError(f"train.batch must be a multiple of the {world.size} processes, got {t.batch}")
+        name, remark = machine.choose_precision(t.precision, world.device)
+        if remark:
+            emit({"kind": "note", "message": remark})
+        config = replace(config, optimizer=optimizers.resolve(config.optimizer), train=replace(t, precision=name))
+        saved: dict[str, Any] = {}
+        if resume is not None:
+            folder, source = checkpoint.find(resume)
+            saved = checkpoint.load(source)
+            for message in changes(json.loads(saved["config"]), plain(config), source):
+                emit({"kind": "note", "message": message})
+        else:
+            folder = Path(config.out or "runs")
+            if config.out and folder.exists():
+                raise UserError(f"{folder} exists already: choose another --out, or go on with --resume {folder}")
+            checkpoint.check_room(folder, 0)
+        with world.first():  # one process builds the token cache, the others read it
+            corpus = data.prepare(config.data, t.seed, lambda event: emit({**event, "kind": "prepare"}))
+        if t.steps:
+            corpus.batch("train", 0, t.batch)  # a corpus smaller than a batch is refused before anything is written
+        if resume is not None and saved["data"] != corpus.describe()["hash"]:
+            raise UserError(f"{source} was trained on other text or tokens than {config.data.name} has now: start anew")
+        dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
+        model = models.build(config.model, corpus.vocab_size, config.data.sequence, world.device, dtype, t.seed)
+        run = Training(config, world, corpus, model, optimizers.build(config.optimizer, model), emit)
+        if resume is not None:
+            run.restore(source, saved)
+        run.open(folder, (lambda: folder) if resume is not None else (lambda: new_folder(config)))
+        return run.go()
+
+
+def check(t: TrainConfig) -> None:
+    """Raise UserError for settings of the loop that make no sense, naming the value."""
+    least = {"batch": 1, "patience": 1, "keep": 1}
+    for name in ("steps", "batch", "micro_batch", "eval_every", "eval_tokens", "checkpoint_every", "threads"):
+        least.setdefault(name, 0)
+    for name, low in least.items():
+        if getattr(t, name) < low:
+            raise UserError(f"train.{name} must be at least {low}, got {getattr(t, name)}")
+    for name in ("warmup", "final"):
+        if not 0 <= getattr(t, name) <= 1:
+            raise UserError(f"train.{name} is a share, from 0 to 1; got {getattr(t, name)}")
+    if not t.clip >= 0:
+        raise UserError(f"train.clip must be at least 0 (no clipping), got {t.clip}")
+
+
+def changes(old: dict[str, Any], new: dict[str, Any], source: Path) -> Iterable[str]:
+    """Remarks on settings that differ from those of the checkpoint `source`; UserError if it is another run's."""
+    was, now = flat(old), flat(new)
+    for key in FIXED:
+        if was.get(key) != now.get(key):
+            raise UserError(f"{source} was made with {key} {was.get(key)!r}, this run has {now.get(key)!r}: "
+                            "resume with the same, or start a new run")  # fmt: skip
+    for key in now:
+        if key not in FIXED + FREE and was.get(key) != now[key]:
+            yield f"{key} was {was.get(key)!r}, is now {now[key]!r}: the rest of the run differs from what it would be"
+
+
+def flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """{"train": {"steps": 1}} -> {"train.steps": 1}, two levels deep."""
+    return {
+        f"{part}.{key}" if key else part: value
+        for part, fields in settings.items()
+        for key, value in (fields.items() if isinstance(fields, dict) else [("", fields)])
+    }
+
+
+def new_folder(config: RunConfig) -> Path:
+    """Make the run folder: `out`, or runs/MODEL-OPTIMIZER-N with the next free N."""
+    name = f"{Path(config.model.name).name}-{config.optimizer.name}"
+    folder = Path(config.out)
+    while True:
+        if not config.out:
+            taken = [
+                int(m[1]) for p in Path("runs").glob("*") if (m := re.fullmatch(re.escape(name) + r"-(\d+)", p.name))
+            ]
+            folder = Path("runs") / f"{name}-{max(taken, default=0) + 1}"
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            if config.out:
+                raise UserError(f"{folder} exists already: choose another --out") from None
+        except OSError as e:
+            raise UserError(f"cannot make the run folder {folder}: {e.strerror}; choose another --out") from None
