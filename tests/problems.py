@@ -1,0 +1,76 @@
+"""Toy models and helpers for the library's tests.
+
+A toy always has a dead layer (never a gradient), odd sizes, a scalar and a tied weight.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Toy(nn.Module):
+    """A tied embedding and head, odd matrices that leave ragged blocks, a norm, a scalar, and a layer never used."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 10)
+        self.up = nn.Linear(10, 7)
+        self.down = nn.Linear(7, 10, bias=False)
+        self.norm = nn.LayerNorm(10)
+        self.dead = nn.Linear(5, 3)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.lm_head = nn.Linear(10, 11, bias=False)
+        self.lm_head.weight = self.embed.weight
+        self.to(dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = x + self.down(torch.tanh(self.up(x)))
+        return self.lm_head(self.norm(x)) * self.temperature
+
+    def loss(self, seed: int) -> Tensor:
+        tokens = torch.randint(11, (4, 6), generator=torch.Generator().manual_seed(seed))
+        return nn.functional.cross_entropy(self(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def toy(dtype: torch.dtype = torch.float32, seed: int = 0) -> Toy:
+    torch.manual_seed(seed)
+    return Toy(dtype)
+
+
+def train(model: Toy, opt: torch.optim.Optimizer, steps: int, start: int = 0) -> None:
+    for k in range(start, start + steps):
+        opt.zero_grad()
+        model.loss(k).backward()
+        opt.step()
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def everything(opt: torch.optim.Optimizer) -> Any:
+    """A deep copy of weights, state and groups: to compare before and after."""
+    weights = [p.detach().clone() for g in opt.param_groups for p in g["params"]]
+    return weights, copy.deepcopy(opt.state_dict())
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal through and through, tensors bit for bit and of one dtype."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def allocated(opt: torch.optim.Optimizer) -> int:
+    """Bytes of all storages that the state holds, each once."""
+    storages = {s.data_ptr(): s for d in opt.state.values() for x in d.values() if (s := x.untyped_storage()).nbytes()}
+    return sum(s.nbytes() for s in storages.values())
