@@ -6,12 +6,25 @@ every room can name its settings. Reading files and flags into these is `cli.py`
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Literal
 
 
 class UserError(Exception):
     """Something the user can mend. One line that says what is wrong and what to do; the command exits with code 2."""
+
+
+def known_name(name: str, known: Iterable[str], what: str) -> str:
+    """The name itself if it is known; else a UserError that offers the nearest and lists the rest."""
+    known = list(known)
+    if name in known:
+        return name
+    near = get_close_matches(name, known, n=1, cutoff=0.4)
+    raise UserError(
+        f"unknown {what} {name!r}: " + (f"did you mean {near[0]}? " if near else "") + f"known: {', '.join(known)}"
+    )
 
 
 @dataclass

@@ -6,14 +6,13 @@ A local Hugging Face folder works in place of a preset. This room knows nothing 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from .config import ModelConfig, UserError
+from .config import ModelConfig, UserError, known_name
 
 # transformers' configuration class of each family, and what all its presets share. Dropout is off, as in
 # pre-training of these sizes generally.
@@ -132,17 +131,11 @@ def build(
     Raises:
         UserError: an unknown name, or a folder that is no model, has too few positions or too small a vocabulary.
     """
-    if config.name in MODELS:
-        preset = MODELS[config.name]
-        model = _random(preset.config(vocab_size or preset.vocab, sequence), device, dtype, seed)
-    elif Path(config.name).is_dir():
+    if config.name not in MODELS and Path(config.name).is_dir():
         model = _folder(Path(config.name), vocab_size or 0, sequence, device, dtype)
     else:
-        near = get_close_matches(config.name, MODELS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(
-            f"unknown model {config.name!r}: {hint}`foamlab models` lists the presets, or give a Hugging Face folder"
-        )
+        preset = MODELS[known_name(config.name, MODELS, "model preset or folder")]
+        model = _random(preset.config(vocab_size or preset.vocab, sequence), device, dtype, seed)
     if config.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     return model.train()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pkgutil import resolve_name
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchfoam import PAPER, param_groups
 
-from .config import OptimizerConfig, UserError
+from .config import OptimizerConfig, UserError, known_name
 
 # what OptimizerConfig holds itself: not to be given again among its options
 OWN = ("params", "lr", "betas", "eps", "weight_decay", "scale")
@@ -197,8 +196,7 @@ def resolve(config: OptimizerConfig) -> OptimizerConfig:
     for option in config.options:
         if option in OWN:
             raise UserError(f"optimizer.options.{option}: use --optimizer.{option}")
-        if option not in known:
-            raise UserError(f"{config.name} has no option {option!r}: {_nearest(option, known)}")
+        known_name(option, known, f"option of {config.name}")
     return OptimizerConfig(
         name=config.name,
         lr=entry.lr if config.lr is None else config.lr,
@@ -234,13 +232,14 @@ def options(name: str) -> dict[str, Any]:
     return {**_options(entry), **entry.options}
 
 
-def state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of all tensors in an optimizer's state, wherever they hide (subclasses, lists, objects); exact on meta.
+def state_bytes(optimizer: Optimizer, group: Mapping[str, Any] | None = None) -> int:
+    """Bytes of all tensors in an optimizer's state (or one group's), wherever they hide: subclasses, lists, objects.
 
-    Most optimizers create their state in the first step: before it this is 0 for them.
+    Exact on the meta device too. Most optimizers create their state in the first step: before it they have none.
     """
     seen: dict[int, int] = {}
-    _collect(list(optimizer.state.values()), seen)
+    states = optimizer.state.values() if group is None else [optimizer.state.get(p) for p in group["params"]]
+    _collect(list(states), seen)
     return sum(seen.values())
 
 
@@ -265,9 +264,7 @@ def _collect(x: Any, seen: dict[int, int]) -> None:
 
 
 def _entry(name: str) -> Entry:
-    if name not in OPTIMIZERS:
-        raise UserError(f"unknown optimizer {name!r}: {_nearest(name, OPTIMIZERS)}")
-    return OPTIMIZERS[name]
+    return OPTIMIZERS[known_name(name, OPTIMIZERS, "optimizer")]
 
 
 def _kind(entry: Entry) -> type:
@@ -281,8 +278,3 @@ def _options(entry: Entry) -> dict[str, Any]:
     keywords = {**inspect.signature(_kind(entry)).parameters}
     keywords |= {k: p for k, p in inspect.signature(entry.builder).parameters.items() if p.kind is p.KEYWORD_ONLY}
     return {k: p.default for k, p in keywords.items() if k not in OWN and p.kind is not p.VAR_KEYWORD}
-
-
-def _nearest(name: str, known: Mapping[str, Any]) -> str:
-    near = get_close_matches(name, known, n=1, cutoff=0.4)
-    return (f"did you mean {near[0]}? " if near else "") + f"known: {', '.join(sorted(known))}"

@@ -1,0 +1,153 @@
+"""From words to a call: presets, YAML files and flags (jsonargparse) become the arguments of a function.
+
+The function's signature is the flags, its docstring their help. Positional-only parameters become positional
+arguments; a parameter `config: RunConfig` brings a preset or YAML file first, and all settings as flags. Nothing is
+printed here, but for jsonargparse's own --help and --print_config.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from argparse import SUPPRESS, ArgumentError, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .config import RunConfig, UserError, known_name
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+PRESETS = Path(__file__).parent / "presets"
+Function = Callable[..., int | None]
+
+
+def call(name: str, function: Function, examples: str, args: list[str]) -> int | None:
+    """Parse the arguments of one command by its function's signature, and call it.
+
+    Raises:
+        UserError: arguments that do not fit; for an unknown one the nearest is offered.
+    """
+    parser = make_parser(name, function, examples)
+    signature = inspect.signature(function, eval_str=True)
+    with_config = "config" in signature.parameters
+    try:
+        values = parser.parse_args(_recipe_first(args) if with_config else args)
+    except ArgumentError as e:
+        raise UserError(_explain(name, e, [*parser.get_defaults().keys(), *signature.parameters])) from None
+    positional: list[Any] = []
+    flags: dict[str, Any] = {}
+    for key, p in signature.parameters.items():
+        if p.annotation is RunConfig:
+            positional.append(_config(values))
+        elif p.kind is p.VAR_POSITIONAL:
+            positional += values[key]
+        elif p.kind is p.POSITIONAL_ONLY:
+            positional.append(values[key])
+        else:
+            flags[key] = values.get(key, p.default)
+    return function(*positional, **flags)
+
+
+def make_parser(name: str, function: Function, examples: str) -> ArgumentParser:
+    """jsonargparse over the function's signature and the dataclasses of `config.py`."""
+    import docstring_parser
+    from jsonargparse import ActionConfigFile, ArgumentParser, DefaultHelpFormatter, set_parsing_settings
+
+    class Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
+        """Keep the examples' lines apart."""
+
+    # a YAML file may not name things to import: a recipe is data
+    set_parsing_settings(instantiate_subclass_spec_in_any=False, import_path_denylist=["*"])
+    doc = docstring_parser.parse(inspect.getdoc(function) or "")
+    texts = {p.arg_name.lstrip("*"): p.description or "" for p in doc.params}
+    shown = "\n  ".join(["examples:", *examples.splitlines()]) + "\n"
+    parser = ArgumentParser(
+        prog=f"foamlab {name}", description=doc.short_description, epilog=shown,
+        formatter_class=Help, exit_on_error=False, allow_abbrev=False,
+    )  # fmt: skip
+    for key, p in inspect.signature(function, eval_str=True).parameters.items():
+        if p.annotation is RunConfig:
+            parser.usage = f"foamlab {name} [PRESET | FILE.yaml] [--KEY VALUE ...]"
+            parser.add_argument("--config", action=ActionConfigFile, help="a YAML file; the same as giving it first")
+            parser.add_class_arguments(RunConfig, None, as_group=False)
+        elif p.kind is p.VAR_POSITIONAL:
+            parser.add_argument(key, nargs="+", type=p.annotation, help=texts[key])
+        elif p.kind is p.POSITIONAL_ONLY:
+            parser.add_argument(key, nargs="?", type=p.annotation, default=p.default, help=texts[key])
+        elif p.annotation is bool:
+            parser.add_argument(f"--{key}", action="store_true", default=SUPPRESS, help=texts[key])
+        else:
+            default = f" (default: {p.default})" if p.default else ""
+            parser.add_argument(f"--{key}", type=p.annotation, default=SUPPRESS, help=texts[key] + default)
+    return parser
+
+
+def _recipe_first(args: list[str]) -> list[str]:
+    """Turn a leading preset or file, and the settings of a run to resume, into --config, before all other flags."""
+    first: list[str] = []
+    rest = args
+    if args and not args[0].startswith("-"):
+        first, rest = ["--config", str(recipe(args[0]))], args[1:]
+    for k, arg in enumerate(rest):
+        if arg == "--resume" or arg.startswith("--resume="):
+            folder = Path(arg.partition("=")[2] or "".join(rest[k + 1 : k + 2]))
+            if first:
+                raise UserError(f"--resume takes the settings from {folder}: leave out {args[0]}")
+            kept = [f / "config.yaml" for f in (folder, folder.parent.parent)]  # a run, or one checkpoint of it
+            if not any(path.is_file() for path in kept):
+                raise UserError(f"no run to resume in {str(folder)!r}: give a folder made by `foamlab train`")
+            first = ["--config", str(next(path for path in kept if path.is_file()))]
+    return first + rest
+
+
+def presets() -> dict[str, Path]:
+    """The recipes that come with the package: name -> file."""
+    return {path.stem: path for path in sorted(PRESETS.glob("*.yaml"))}
+
+
+def recipe(name: str) -> Path:
+    """The file of a preset, or a file that the user names."""
+    known = presets()
+    if name in known:
+        return known[name]
+    path = Path(name)
+    if path.is_file():
+        return path
+    if path.is_dir() and (path / "config.yaml").is_file():
+        raise UserError(f"{name} is a run folder: `foamlab train --resume {name}` goes on with it")
+    if path.suffix in (".yaml", ".yml"):
+        raise UserError(f"no such file: {name}; `foamlab train demo --print_config > {name}` makes one to start from")
+    return known[known_name(name, known, "preset")]
+
+
+def _config(values: Any) -> RunConfig:
+    """jsonargparse's namespace as dataclasses."""
+    parts = {
+        part: type(getattr(RunConfig(), part))(**vars(values[part])) for part in ("model", "data", "optimizer", "train")
+    }
+    return RunConfig(**parts, out=values.out)
+
+
+# jsonargparse's wordings for a key that does not exist
+UNKNOWN = re.compile(
+    r"unrecognized arguments: (?P<word>\S+)|Group '(?P<group>.+?)' does not accept option '(?P<key>.+?)'"
+    r"|Option '(?P<option>.+?)' is not accepted"
+)
+
+
+def _explain(name: str, error: Exception, keys: Iterable[str]) -> str:
+    """One line for a parsing error; for an unknown key it offers the nearest."""
+    text = " ".join(str(error).split())
+    found = UNKNOWN.search(text)
+    if not found:
+        return f"{text} (see `foamlab {name} --help`)"
+    word = found["word"] or found["option"] or f"{found['group']}.{found['key']}"
+    if found["word"] and not word.startswith("-"):
+        return f"unexpected argument {word!r}: see `foamlab {name} --help`"
+    near = get_close_matches(word.lstrip("-").partition("=")[0], keys, n=1, cutoff=0.5)
+    flag = "--" if found["word"] else ""
+    hint = f"did you mean {flag}{near[0]}?" if near else f"see `foamlab {name} --help`"
+    return f"unknown setting {word.partition('=')[0]}: {hint}"

@@ -1,0 +1,226 @@
+"""The command `foamlab`: arguments in, exit code out. Together with `display.py` the only room that prints.
+
+A subcommand is one entry of `COMMANDS` and one function, whose signature is the flags and whose docstring is their
+help (`arguments.py`). Heavy imports stay inside the functions: `foamlab --help` must be instant.
+
+Exit codes: 0 done; 1 a bug (with its traceback); 2 something the user can mend (one line); 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import arguments
+from .config import RunConfig, UserError, known_name
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: one line of help, examples, and the function that does it (returning an exit code or nothing)."""
+
+    help: str
+    examples: str
+    function: Callable[..., int | None]
+
+
+# ---------------------------------------------------------------------------------------------- the subcommands
+
+
+def train(config: RunConfig, resume: str = "", dry_run: bool = False) -> int:
+    """Train a language model: a preset or a YAML file, changed by flags, into a run folder.
+
+    Args:
+        resume: run folder to go on with, from its last checkpoint, with the settings it keeps.
+        dry_run: resolve the settings, build the model without memory, say what would be trained; touch nothing.
+    """
+    if dry_run:
+        from .preview import preview
+
+        print(preview(config))
+        return 0
+    from .display import display
+    from .train import train as run
+
+    with display() as on_event:
+        result = run(config, resume=Path(resume) if resume else None, on_event=on_event)
+    return INTERRUPTED if result.status == "interrupted" else 0
+
+
+def models(name: str = "", /) -> None:
+    """List the models that `--model.name` takes, or show one's configuration. A local Hugging Face folder works too.
+
+    Args:
+        name: show this one's transformers configuration.
+    """
+    from .models import MODELS
+
+    if name:
+        preset = MODELS[known_name(name, MODELS, "model")]
+        print(preset.config(preset.vocab, 1024).to_json_string(), end="")
+        return
+    rows = [(n, _count(p.parameters), f"{p.vocab:,}", p.help) for n, p in MODELS.items()]
+    print(_table(("model", "parameters", "vocabulary", ""), rows))
+
+
+def optimizers(name: str = "", /) -> None:
+    """List the optimizers that `--optimizer.name` takes with their default rates, or show one's options.
+
+    Args:
+        name: show this one's options and where its defaults come from.
+    """
+    from .optimizers import OPTIMIZERS, options
+
+    if not name:
+        rows = [
+            (n, f"{e.lr:g}", f"{e.scale:g}", f"{e.betas[0]:g} {e.betas[1]:g}", e.help) for n, e in OPTIMIZERS.items()
+        ]
+        print(_table(("optimizer", "lr", "scale", "betas", ""), rows))
+        return
+    entry = OPTIMIZERS[known_name(name, OPTIMIZERS, "optimizer")]
+    print(f"{name}: {entry.help}")
+    print(f"  lr {entry.lr:g}, scale {entry.scale:g}, betas {entry.betas}; source: {entry.source}\n")
+    settable = [
+        (f"--optimizer.options.{key}", "" if v is inspect.Parameter.empty else repr(v))
+        for key, v in options(name).items()
+    ]
+    print(_table(("option", "default"), settable))
+
+
+def datasets() -> None:
+    """List the data that `--data.name` takes."""
+    from .corpora import DATASETS
+
+    rows = [(f"{name}:{entry.argument}" if entry.argument else name, entry.help) for name, entry in DATASETS.items()]
+    print(_table(("data", ""), rows))
+
+
+def presets(name: str = "", /) -> None:
+    """List the recipes that `foamlab train` takes by name, or print one: a start for a YAML file of your own.
+
+    Args:
+        name: print this one.
+    """
+    if name:
+        print(arguments.recipe(name).read_text(encoding="utf-8"), end="")
+        return
+    heads = [
+        (path.stem, path.read_text(encoding="utf-8").splitlines()[0].lstrip("# "))
+        for path in arguments.presets().values()
+    ]
+    print(_table(("preset", ""), heads))
+
+
+def report(
+    *runs: Path, out: Path = Path("report.html"), static: str = "", tables: bool = False, target: float = 0
+) -> None:
+    """Compare runs: a table here, and one self-contained HTML page with curves, memory and settings.
+
+    Args:
+        runs: run folders.
+        out: the page; it needs no network to be read.
+        static: also write the charts as pictures: png, svg, pdf, separated by commas.
+        tables: also write the figures as CSV.
+        target: loss whose cost in steps and seconds is told; 0 means the highest final loss of the finished runs.
+    """
+    from .report import compare_table
+    from .report import report as write
+
+    rows = compare_table(runs)
+    print(_table(*_turned(rows)) if len(rows) <= 5 else _table(rows[0], rows[1:]))
+    kinds = [kind for kind in static.split(",") if kind]
+    for path in write(runs, out, static=kinds, tables=tables, target=target or None):
+        print(f"wrote {path}")
+
+
+COMMANDS: dict[str, Command] = {
+    "train": Command(
+        "train a model, or resume a run",
+        "foamlab train demo\n"
+        "foamlab train llama-60m-paper --dry_run\n"
+        "foamlab train demo --optimizer.name adamw --optimizer.lr 3e-3\n"
+        "foamlab train my.yaml --train.steps 100 --optimizer.options.level 3\n"
+        "foamlab train demo --print_config > my.yaml\n"
+        "foamlab train --resume runs/llama-1m-foam-1",
+        train,
+    ),
+    "models": Command("list the models", "foamlab models\nfoamlab models llama-60m", models),
+    "optimizers": Command(
+        "list the optimizers and their options", "foamlab optimizers\nfoamlab optimizers foam", optimizers
+    ),
+    "datasets": Command("list the data sets", "foamlab datasets", datasets),
+    "presets": Command("list the recipes, or print one", "foamlab presets\nfoamlab presets demo > my.yaml", presets),
+    "report": Command("write an HTML page about runs", "foamlab report runs/* --out report.html", report),
+}
+
+
+# ---------------------------------------------------------------------------------------------- from words to calls
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if not args or args[0] in ("-h", "--help", "help"):
+            print(_help())
+            return 0 if args else 2
+        if args[0] == "--version":
+            from importlib.metadata import version
+
+            print(version("torchfoam"))
+            return 0
+        command = COMMANDS[known_name(args[0], COMMANDS, "command")]
+        return arguments.call(args[0], command.function, command.examples, args[1:]) or 0
+    except SystemExit as e:  # --help and --print_config
+        return int(e.code or 0)
+    except UserError as e:
+        print(f"foamlab: error: {' '.join(str(e).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("foamlab: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # `foamlab models | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _help() -> str:
+    lines = [f"  {name:<12}{command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: foamlab COMMAND ...",
+            "",
+            "The lab around torchfoam: train language models with FOAM and its rivals, and compare them.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "`foamlab COMMAND --help` explains each, with examples. To begin: foamlab train demo",
+        ]
+    )
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, *rows]
+    widths = [max(len(line[c]) for line in lines) for c in range(len(header))]
+    return "\n".join("  ".join(f"{x:<{w}}" for x, w in zip(line, widths)).rstrip() for line in lines)
+
+
+def _turned(rows: list[list[str]]) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """A table with a column for each run."""
+    columns: list[Sequence[str]] = list(zip(*rows))
+    return columns[0], columns[1:]
+
+
+def _count(n: int) -> str:
+    return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.1f} M"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""A run before it is run: settings resolved, where each parameter goes, bytes. All on the meta device.
+
+For `foamlab train --dry_run`. It reads no text, downloads and writes nothing; what memory the activations take is
+the planner's to say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import yaml
+from torch.optim import Optimizer
+
+from torchfoam import FOAM, routing_table
+
+from . import machine, models, optimizers
+from .config import DataConfig, RunConfig, known_name
+from .corpora import DATASETS
+from .tokenizer import identify, make
+from .train import check, plain
+
+
+def preview(config: RunConfig) -> str:
+    """What `train` would do, as text.
+
+    Raises:
+        UserError: settings that `train` would refuse, as far as can be told without reading the data.
+    """
+    t, d = config.train, config.data
+    check(t)
+    known_name(d.name.partition(":")[0], DATASETS, "data set")
+    vocab = vocabulary(d)
+    precision, remark = machine.choose_precision(t.precision, machine.choose_device(t.device))
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    settings = replace(config, optimizer=optimizers.resolve(config.optimizer))
+    model = models.build(config.model, vocab, d.sequence, "meta", dtype)
+    optimizer = optimizers.build(config.optimizer, model)
+    for p in model.parameters():
+        p.grad = torch.empty_like(p)
+    optimizer.step()  # most optimizers make their state only now
+    weights = sum(p.numel() for p in model.parameters())
+    size, state = weights * dtype.itemsize, optimizers.state_bytes(optimizer)
+    lines = [
+        yaml.safe_dump(plain(settings), sort_keys=False),
+        routing_table(optimizer) if isinstance(optimizer, FOAM) else groups(optimizer),
+        "",
+        f"model   {config.model.name}: {weights:,} parameters with a vocabulary of {vocab:,}; precision {precision}",
+        f"bytes   {size:,} of weights, {size:,} of gradients, {state:,} of optimizer state; activations come on top",
+        f"data    {t.steps:,} steps of {t.batch} x {d.sequence} tokens: {t.steps * t.batch * d.sequence:,} tokens",
+        *([f"note    {remark}"] if remark else []),
+        "nothing was trained, written or downloaded (--dry_run)",
+    ]
+    return "\n".join(lines)
+
+
+def vocabulary(config: DataConfig) -> int:
+    """Tokens of the vocabulary, without training a tokenizer (a small corpus may give fewer than bpe:SIZE asks)."""
+    facts = identify(config.tokenizer)
+    return facts["size"] if facts["kind"] == "bpe" else make(config.tokenizer, iter(())).vocab_size
+
+
+def groups(optimizer: Optimizer) -> str:
+    """The groups of any optimizer: one line each."""
+    lines = []
+    for group in optimizer.param_groups:
+        count = sum(p.numel() for p in group["params"])
+        size = optimizers.state_bytes(optimizer, group)
+        lines.append(
+            f"{group['name']}: {len(group['params'])} tensors, {count:,} weights, lr {float(group['lr']):g}, "
+            f"{size:,} bytes of state ({size / count:.3f} a weight)"
+        )
+    return "\n".join(lines)
