@@ -5,10 +5,12 @@ from .fold import fold, residual, unfold
 from .groups import param_groups, routing_table
 from .kernels import backends
 from .optim import FOAM, PAPER
+from .release import GradientRelease
 
 __all__ = [
     "FOAM",
     "PAPER",
+    "GradientRelease",
     "backends",
     "fold",
     "from_adamw",

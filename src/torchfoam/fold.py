@@ -88,3 +88,22 @@ def residual(x: Tensor, level: Level) -> Tensor:
     tensor([-1.,  1., -1.,  1.,  0.])
     """
     return x - unfold(fold(x, level), level, x.shape[-1] if x.ndim else 1)
+
+
+def residual_ratio(x: Tensor, level: Level) -> float:
+    """delta = |x - unfold(fold(x))| / |x| over the whole tensor, in [0, 1]; 0 for a tensor of zeros.
+
+    From |x|^2 = |unfold(fold(x))|^2 + |residual|^2, without a full-size temporary in float32.
+
+    >>> residual_ratio(torch.tensor([1., 1., 3., 3.]), 1), residual_ratio(torch.tensor([1., -1.]), 1)
+    (0.0, 1.0)
+    """
+    if x.numel() == 0:
+        return 0.0
+    f = fold(x.float() if x.dtype != torch.float64 else x, level).square()
+    C = x.shape[-1] if x.ndim else 1
+    if last := C % block(level, C):
+        f[..., -1] *= last / block(level, C)
+    whole = torch.linalg.vector_norm(x, dtype=f.dtype).square()
+    kept = f.sum() * block(level, C)
+    return float((1 - kept / whole.clamp(min=torch.finfo(f.dtype).tiny)).clamp(0, 1).sqrt()) if whole > 0 else 0.0

@@ -6,7 +6,7 @@ does not decide which parameters fold (`groups.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from math import inf
 from numbers import Real
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .fold import check_level
+from .fold import check_level, residual_ratio
 from .groups import check_options, param_groups, split_by_shape
 from .kernels import BACKENDS, Slot, choose
 from .rules import LR_ADJUSTMENTS, RULES, SECOND_MOMENTS, Hyper
@@ -29,6 +29,9 @@ IDENTITY = ("rule", "level", "second_moment", "state")
 # The authors' recipe for pre-training, for FOAM(model, **PAPER): a base rate for embeddings, head and norms, a quarter
 # of it for the folded matrices (docs/choosing.md).
 PAPER: dict[str, Any] = {"lr": 1e-2, "level": 2, "scale": 0.25, "betas": (0.9, 0.999), "weight_decay": 0.0}
+
+# a group, the name of a backend, and what that backend has to step of it
+Work = tuple[dict[str, Any], str, list[Slot]]
 
 
 class FOAM(Optimizer):
@@ -192,31 +195,59 @@ class FOAM(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._ensure_state()
-        for group, backend, slots in self._work():
+        # all gradients are looked at before any weight changes
+        work, number = [], 0
+        for group in self.param_groups:
+            work += self._work(group, enumerate(group["params"], number))
+            number += len(group["params"])
+        self._perform(work)
+        return loss
+
+    @torch.no_grad()
+    def step_parameter(self, p: Tensor, group: dict[str, Any], number: int) -> None:
+        """Step `p` of `group` alone; it is the optimizer's parameter `number`, counted over all groups."""
+        self._perform(self._work(group, [(number, p)]))
+
+    def _work(self, group: dict[str, Any], params: Iterable[tuple[int, Tensor]]) -> list[Work]:
+        """What a step has to do for these (number, parameter) pairs of one group: a list of slots for each backend."""
+        slots: dict[str, list[Slot]] = {}
+        for i, p in params:
+            if p.grad is None:
+                continue
+            if p.grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"FOAM cannot use sparse gradients (parameter of shape {tuple(p.shape)}): "
+                    "build the embedding with sparse=False, or give it to torch.optim.SparseAdam"
+                )
+            if p.numel():
+                backend = choose(self.backend, p, group)
+                slots.setdefault(backend.name, []).append(Slot(p, p.grad, self.state[p], i))
+        return [(group, name, batch) for name, batch in slots.items()]
+
+    def _perform(self, work: list[Work]) -> None:
+        for group, backend, slots in work:
             for slot in slots:
                 slot.state["step"] += 1
             BACKENDS[backend].update(slots, hyper(group), group["rule"])
-        return loss
 
-    def _work(self) -> list[tuple[dict[str, Any], str, list[Slot]]]:
-        """What a step has to do, by group and backend; all gradients are looked at before any weight changes."""
-        work, number = [], 0
+    # ------------------------------------------------------------------ diagnostics
+
+    @torch.no_grad()
+    def residual_ratio(self) -> dict[str, float]:
+        """delta = |g - unfold(fold(g))| / |g| of every folded parameter that has a gradient now, in [0, 1].
+
+        How much of the gradient folding leaves to the residual: 0 for a gradient constant over each block,
+        sqrt(1 - 1/B) for one without structure. Call it between backward() and step(); it costs nothing otherwise.
+        Keys are parameter names where the groups hold them, else numbers.
+        """
+        ratios, number = {}, 0
         for group in self.param_groups:
-            slots: dict[str, list[Slot]] = {}
-            for i, p in enumerate(group["params"], number):
-                if p.grad is None:
-                    continue
-                if p.grad.layout != torch.strided:
-                    raise RuntimeError(
-                        f"FOAM cannot use sparse gradients (parameter of shape {tuple(p.shape)}): "
-                        "build the embedding with sparse=False, or give it to torch.optim.SparseAdam"
-                    )
-                if p.numel():
-                    backend = choose(self.backend, p, group)
-                    slots.setdefault(backend.name, []).append(Slot(p, p.grad, self.state[p], i))
+            names = group.get("param_names") or [str(number + i) for i in range(len(group["params"]))]
             number += len(group["params"])
-            work += [(group, name, batch) for name, batch in slots.items()]
-        return work
+            for name, p in zip(names, group["params"]):
+                if group["level"] != 0 and p.grad is not None:
+                    ratios[name] = residual_ratio(p.grad, group["level"])
+        return ratios
 
     # ------------------------------------------------------------------ save and load
 
