@@ -7,10 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from problems import numbers
 from torchfoam import fold, residual, unfold
 from torchfoam.fold import block, width
-
-from problems import numbers
 
 LEVELS = st.one_of(st.integers(0, 6), st.just("row"))
 SHAPES = st.lists(st.integers(0, 5), max_size=2).flatmap(

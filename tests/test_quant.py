@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from problems import numbers
 from torch import nn
 
+from problems import numbers
 from torchfoam import FOAM
 from torchfoam.quant import GROUP, decode, encode, mix, noise, noise_key, round_stochastic
 

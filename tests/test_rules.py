@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import numbers
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
+from problems import numbers
 from torchfoam import FOAM
 from torchfoam.kernels.eager import open_moment
 from torchfoam.rules import Hyper, adam
