@@ -1,0 +1,271 @@
+"""Charts as plain data, and two ways to draw them: plotly (a dict for the page) and matplotlib (PNG, SVG, PDF).
+
+This room knows nothing of runs or folders. Runs are told apart by colour (Okabe and Ito's colour-blind-safe palette),
+dash and marker together: the three cycles have lengths 7, 5 and 6, so the first 35 runs all look different.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# Okabe-Ito without yellow (too pale on white); its black becomes a grey that shows on white and on black.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#7F7F7F")
+# dash: plotly's name, matplotlib's, and the SVG dash array of the legend
+DASHES = (
+    ("solid", "-", ""),
+    ("dash", "--", "7 3"),
+    ("dot", ":", "2 3"),
+    ("dashdot", "-.", "7 3 2 3"),
+    ("longdash", (0, (9, 4)), "11 4"),
+)
+MARKERS = (("circle", "o"), ("square", "s"), ("diamond", "D"), ("triangle-up", "^"), ("x", "x"), ("cross", "P"))
+PATTERNS = (("", ""), ("/", "//"), ("x", "xx"))
+AXES = {"steps": "optimizer steps", "tokens": "tokens seen", "seconds": "seconds of training"}
+POINTS = 600
+
+
+class Style(NamedTuple):
+    color: str
+    dash: int
+    marker: int
+
+
+def style(index: int) -> Style:
+    """Look of the index-th run."""
+    return Style(COLORS[index % len(COLORS)], index % len(DASHES), index % len(MARKERS))
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve of run number `run`: y over each axis of AXES; NaN is a gap. `faint`: thin, without markers."""
+
+    run: int
+    label: str
+    x: dict[str, list[float]]
+    y: list[float]
+    faint: bool = False
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Lines over steps, tokens or seconds. `window`: the y range shown at first; None leaves it to the data."""
+
+    name: str
+    title: str
+    y_title: str
+    lines: list[Line]
+    log: bool = False
+    window: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Stacked horizontal bars: parts[name][i] belongs to labels[i]; NaN means not known."""
+
+    name: str
+    title: str
+    x_title: str
+    labels: list[str]
+    parts: dict[str, list[float]]
+
+
+def smooth(y: Sequence[float], width: int) -> list[float]:
+    """Centred mean over `width` values, fewer at the ends; what is not finite is left out and stays a gap."""
+    values = np.asarray(y, float)
+    known = np.isfinite(values)
+    if width < 2 or not known.any():
+        return np.where(known, values, math.nan).tolist()
+    half, index = width // 2, np.arange(len(values))
+    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
+    total = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
+    count = np.concatenate([[0], np.cumsum(known)])
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means = (total[high] - total[low]) / (count[high] - count[low])
+    return np.where(known, means, math.nan).tolist()
+
+
+def thin(line: Line, points: int = POINTS) -> Line:
+    """At most about `points` of the line's points, evenly chosen, first and last kept."""
+    if len(line.y) <= points:
+        return line
+    keep = np.unique(np.linspace(0, len(line.y) - 1, points).round().astype(int)).tolist()
+    x = {axis: [values[i] for i in keep] for axis, values in line.x.items()}
+    return Line(line.run, line.label, x, [line.y[i] for i in keep], line.faint)
+
+
+def window(lines: Sequence[Line], skip: float = 0.1) -> tuple[float, float] | None:
+    """Range of y after the first `skip` of each line's steps, so that the early fall does not flatten the rest."""
+    values = []
+    for line in lines:
+        steps = line.x["steps"]
+        start = skip * max((s for s in steps if math.isfinite(s)), default=0)
+        values += [y for s, y in zip(steps, line.y) if s >= start and math.isfinite(y)]
+    if len(values) < 2 or min(values) == max(values):
+        return None
+    pad = 0.05 * (max(values) - min(values))
+    return min(values) - pad, max(values) + pad
+
+
+def shorten(text: str, length: int = 24) -> str:
+    """The text on one line, its middle left out where it is longer than `length`."""
+    text = " ".join(text.split())
+    head = (length - 1) // 2
+    return text if len(text) <= length else f"{text[:head]}…{text[head + 1 - length :]}"
+
+
+def empty(chart: Curves | Bars) -> bool:
+    """Whether there is nothing to draw."""
+    rows = [line.y for line in chart.lines] if isinstance(chart, Curves) else list(chart.parts.values())
+    return not any(math.isfinite(y) for row in rows for y in row)
+
+
+def plotly(chart: Curves | Bars) -> dict[str, Any]:
+    """The chart as a plotly figure {"data", "layout"} of JSON values; colours of page and text are left to the page."""
+    # plotly reads some HTML tags in texts, so labels are escaped
+    layout: dict[str, Any] = {
+        "margin": {"l": 56, "r": 12, "t": 28, "b": 44},
+        "showlegend": False,
+        "hovermode": "closest",
+        "dragmode": "zoom",
+    }
+    if isinstance(chart, Bars):
+        return _plotly_bars(chart, layout)
+    layout["xaxis"] = {"title": {"text": AXES["steps"]}, "rangemode": "tozero"}
+    layout["yaxis"] = {"title": {"text": chart.y_title}, "type": "log" if chart.log else "linear"}
+    if chart.log:
+        layout["yaxis"] |= {"exponentformat": "power", "minor": {"ticks": "outside"}, "nticks": 6}
+    if chart.window and not chart.log:
+        layout["yaxis"]["range"] = list(chart.window)
+    data = []
+    for line in map(thin, chart.lines):
+        look = style(line.run)
+        trace: dict[str, Any] = {
+            "type": "scatter",
+            "name": html.escape(line.label, quote=False),
+            "x": _json(line.x["steps"]),
+            "y": _json(line.y),
+            "meta": {"run": line.run, "x": {axis: _json(values) for axis, values in line.x.items()}},
+            "mode": "lines" if line.faint else "lines+markers",
+            "line": {
+                "color": look.color,
+                "width": 1.2 if line.faint else 2,
+                "dash": DASHES[look.dash][0],
+            },
+            "opacity": 0.6 if line.faint else 1,
+            "hovertemplate": "%{fullData.name}<br>%{y:.4~g} at %{x:,.6~g}<extra></extra>",
+        }
+        if not line.faint:
+            trace["marker"] = {"symbol": MARKERS[look.marker][0], "size": 7}
+        data.append(trace)
+    return {"data": data, "layout": layout}
+
+
+def _plotly_bars(chart: Bars, layout: dict[str, Any]) -> dict[str, Any]:
+    labels = [html.escape(label, quote=False) for label in chart.labels]
+    at = list(range(len(labels)))
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": part,
+            "x": _json(values),
+            "y": at,
+            "customdata": labels,
+            "marker": {"color": COLORS[i % 7], "pattern": _pattern(i)},
+            "hovertemplate": "%{customdata}<br>%{fullData.name}: %{x:,.4~g}<extra></extra>",
+        }
+        for i, (part, values) in enumerate(chart.parts.items())
+    ]
+    layout |= {
+        "barmode": "stack",
+        "bargap": 0.35,
+        "height": 110 + 30 * len(at),
+        "showlegend": True,
+        "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "traceorder": "normal"},
+        "xaxis": {"title": {"text": chart.x_title}, "rangemode": "tozero", "nticks": 6},
+        "yaxis": {"tickvals": at, "ticktext": labels, "autorange": "reversed", "automargin": True},
+    }
+    layout["margin"] = {"l": 8, "r": 12, "t": 30, "b": 44}
+    return {"data": data, "layout": layout}
+
+
+def _pattern(index: int) -> dict[str, Any]:
+    return {"shape": PATTERNS[index % 3][0], "fillmode": "overlay", "fgcolor": "#fff", "fgopacity": 0.6, "size": 7}
+
+
+def _json(values: Sequence[float]) -> list[float | int | None]:
+    """Six significant digits; what is not finite becomes null, which JSON and plotly know as a gap."""
+    return [None if not math.isfinite(v) else int(v) if v == int(v) else float(f"{v:.6g}") for v in values]
+
+
+def save(chart: Curves | Bars, path: Path, axis: str = "steps") -> None:
+    """Draw the chart to `path`; its suffix (.png, .svg, .pdf) chooses the format."""
+    from matplotlib.figure import Figure  # takes a second to import, and the page does not need it
+
+    tall = 1.2 + 0.35 * len(chart.labels) if isinstance(chart, Bars) else 4.2
+    figure = Figure(figsize=(8, max(2.2, tall)), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(chart.title, loc="left")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    if isinstance(chart, Bars):
+        _draw_bars(axes, chart)
+    else:
+        _draw_curves(axes, chart, axis)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_curves(axes: Any, chart: Curves, axis: str) -> None:
+    named: set[int] = set()  # runs that have their legend entry; lines with markers come first
+    for line in map(thin, sorted(chart.lines, key=lambda line: line.faint)):
+        look = style(line.run)
+        kind = {} if line.faint else {"marker": MARKERS[look.marker][1], "markersize": 4}
+        width, alpha = (0.9, 0.6) if line.faint else (1.6, 1.0)
+        axes.plot(
+            line.x[axis],
+            line.y,
+            color=look.color,
+            linestyle=DASHES[look.dash][1],
+            linewidth=width,
+            alpha=alpha,
+            label=_plain(line.label) if line.run not in named else None,
+            **kind,
+        )
+        named.add(line.run)
+    axes.set_xlabel(AXES[axis])
+    axes.set_ylabel(chart.y_title)
+    if chart.log:
+        axes.set_yscale("log")
+    elif chart.window:
+        axes.set_ylim(*chart.window)
+    if named:
+        columns = 1 + (len(named) - 1) // 16
+        axes.legend(fontsize="x-small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1), ncols=columns)
+
+
+def _draw_bars(axes: Any, chart: Bars) -> None:
+    at, left = np.arange(len(chart.labels)), np.zeros(len(chart.labels))
+
+    def hatch(i: int) -> dict[str, Any]:
+        return {"hatch": PATTERNS[i % 3][1], "edgecolor": "white", "linewidth": 0}
+
+    for i, (part, values) in enumerate(chart.parts.items()):
+        width = np.nan_to_num(np.asarray(values, float), posinf=0, neginf=0)
+        axes.barh(at, width, left=left, height=0.65, color=COLORS[i % 7], label=part, **hatch(i))
+        left += width
+    axes.set_yticks(at, [_plain(label) for label in chart.labels])
+    axes.invert_yaxis()
+    axes.set_xlabel(chart.x_title)
+    axes.legend(fontsize="x-small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def _plain(label: str) -> str:
+    """matplotlib reads $...$ as mathematics and hides labels that start with an underscore."""
+    return (" " if label.startswith("_") else "") + label.replace("$", r"\$")

@@ -1,0 +1,349 @@
+"""`foamlab report`: run folders in, one self-contained HTML page out; also pictures, CSV and plain rows for a terminal.
+
+The page asks the network for nothing and says so to the browser (its Content-Security-Policy). What it states in words
+comes from `summary`, its charts from `plots`, its frame from `report.html` beside this file. No torch here.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from io import StringIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import plots
+from .config import UserError
+from .record import now, write_atomically
+from .stats import reach
+from .summary import KEYS, Summary, arms, cautions, comparable, differing, fair_points, flatten, headline, summarize
+from .summary import perplexity as to_perplexity
+
+FORMATS = ("png", "svg", "pdf")
+SIDE_BY_SIDE = 4  # with more runs than this the tables have one row a run instead of one column a run
+MB = 1e6
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One line of the summary. `best`: min, max, or None where no value is better than another."""
+
+    name: str
+    value: Callable[[Summary], float]
+    form: str
+    best: Callable[..., float] | None = None
+
+
+METRICS = (
+    Metric("validation loss", lambda run: run.loss, ".4f", min),
+    Metric("perplexity", lambda run: to_perplexity(run.loss), ",.2f", min),
+    Metric("optimizer state (MB)", lambda run: run.bytes("state") / MB, ",.2f", min),
+    Metric("peak memory (MB)", lambda run: run.bytes("peak") / MB, ",.0f", min),
+    Metric("tokens/s", lambda run: run.tokens_per_second, ",.0f", max),
+    Metric("seconds", lambda run: run.seconds, ",.1f", min),
+    Metric("steps", lambda run: run.steps, ",.0f"),
+    Metric("learning rate", lambda run: run.lr, ".4g"),
+    Metric("skipped steps", lambda run: len(run.skips), ",.0f"),
+)
+
+
+class Cell(NamedTuple):
+    text: str
+    best: bool = False
+
+
+def summary_cells(runs: Sequence[Summary]) -> list[list[Cell]]:
+    """One row a run, one cell a metric. Best is marked among finished runs that may be compared."""
+    done = [run for run in runs if run.done]
+    columns = []
+    for metric in METRICS:
+        ranked = [v for run in done if math.isfinite(v := metric.value(run))]
+        fair = comparable(done) if metric.name in ("validation loss", "perplexity") else True
+        if metric.name == "seconds":
+            fair = len({run.tokens for run in done}) == 1
+        marks = metric.best and fair and len(set(ranked)) > 1
+        best = metric.best(ranked) if marks and metric.best else math.nan
+        columns.append([Cell(show(v := metric.value(r), metric.form), r.done and v == best) for r in runs])
+    return [list(row) for row in zip(*columns)]
+
+
+def compare_table(folders: Sequence[Path | str]) -> list[list[str]]:
+    """The summary as plain rows for a terminal: a header, then a row a run; the best of a column ends in " *".
+
+    Raises:
+        UserError: as `summarize`.
+    """
+    runs = summarize(folders)
+    rows = [
+        [run.label, run.run.status, *(cell.text + " *" * cell.best for cell in cells)]
+        for run, cells in zip(runs, summary_cells(runs))
+    ]
+    return [["run", "status", *(metric.name for metric in METRICS)], *rows]
+
+
+def show(value: float, form: str) -> str:
+    return format(value, form) if math.isfinite(value) else "∞" if value == math.inf else "–"
+
+
+def charts(runs: Sequence[Summary]) -> list[plots.Curves | plots.Bars]:
+    """Loss, memory, learning rate and gradient norm. A chart may be empty: see plots.empty."""
+    losses = [*(_line(i, run, "train", "loss") for i, run in enumerate(runs))]
+    losses += [_line(i, run, "evals", "loss") for i, run in enumerate(runs)]
+    losses = [line for line in losses if any(map(math.isfinite, line.y))]
+    parts = {"weights": "weights", "gradients": "gradients", "optimizer state": "state"}
+    memory = {name: [run.bytes(key) / MB for run in runs] for name, key in parts.items()}
+    memory = {name: values for name, values in memory.items() if any(map(math.isfinite, values))}
+    found: list[plots.Curves | plots.Bars] = [
+        plots.Curves("loss", "Loss", "loss", losses, window=plots.window(losses)),
+        plots.Bars("memory", "Memory held", "MB", [plots.shorten(run.label) for run in runs], memory),
+    ]
+    for key, title, log in (("lr", "Learning rate", False), ("grad_norm", "Gradient norm", True)):
+        lines = [_line(i, run, "train", key) for i, run in enumerate(runs)]
+        lines = [line for line in lines if any(map(math.isfinite, line.y))]
+        found.append(plots.Curves(key.replace("_", "-"), title, title.lower(), lines, log=log))
+    return found
+
+
+def _line(index: int, run: Summary, kind: str, key: str) -> plots.Line:
+    table = run.train if kind == "train" else run.evals
+    x = {"steps": table["step"], "tokens": table["tokens"], "seconds": table["seconds"]}
+    y = table[key] if key == "lr" or kind == "evals" else plots.smooth(table[key], len(table[key]) // 40)
+    return plots.Line(index, run.label, x, y, faint=kind == "train")
+
+
+def report(
+    folders: Sequence[Path | str],
+    out: Path | str,
+    *,
+    static: Sequence[str] = (),
+    tables: bool = False,
+    target: float | None = None,
+) -> list[Path]:
+    """Write the page, and beside it what else is asked for; return the files written, the page first.
+
+    Args:
+        folders: run folders, in the order to be shown.
+        out: the page; a name without suffix gets .html.
+        static: picture formats among FORMATS: OUT-loss.png and so on.
+        tables: also OUT-summary.csv (a row a run, bytes and seconds unrounded) and OUT-curves.csv (a row a record).
+        target: loss whose cost is told; None means the highest final loss of the finished runs.
+
+    Raises:
+        UserError: no runs, a folder that is no run, an unknown format, or `out` cannot be written.
+    """
+    unknown = [name for name in static if name not in FORMATS]
+    if unknown:
+        raise UserError(f"unknown picture format {unknown[0]!r}; known: {', '.join(FORMATS)}")
+    runs, out = summarize(folders), Path(out)
+    out = out if out.suffix else out.with_suffix(".html")
+    drawn = [chart for chart in charts(runs) if not plots.empty(chart)]
+    written = [out]
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(out, page(runs, target))
+        for name, text in (("summary", summary_csv(runs)), ("curves", curves_csv(runs))) if tables else ():
+            written.append(out.with_name(f"{out.stem}-{name}.csv"))
+            write_atomically(written[-1], text)
+        for chart in drawn:
+            for suffix in static:
+                written.append(out.with_name(f"{out.stem}-{chart.name}.{suffix}"))
+                plots.save(chart, written[-1])
+    except OSError as e:
+        raise UserError(f"cannot write {written[-1]}: {e.strerror}; choose another --out") from None
+    return written
+
+
+def summary_csv(runs: Sequence[Summary]) -> str:
+    """A row a run: full precision, bytes in bytes."""
+    sizes = ("weights", "gradients", "state", "peak")
+    head = ["run", "status", "optimizer", "seed", "loss", "perplexity", "tokens", "seconds", "tokens_per_second"]
+    rows: list[list[Any]] = [[*head, "steps", "lr", "skipped", *(f"{name}_bytes" for name in sizes)]]
+    for run in runs:
+        values = [run.loss, to_perplexity(run.loss), run.tokens, run.seconds, run.tokens_per_second, run.steps, run.lr]
+        values += [len(run.skips), *(run.bytes(name) for name in sizes)]
+        rows.append([run.label, run.run.status, run.optimizer, run.seed, *map(_plain, values)])
+    return _csv(rows)
+
+
+def curves_csv(runs: Sequence[Summary]) -> str:
+    """A row a record of every run, unsmoothed."""
+    rows: list[list[Any]] = [["run", "kind", *KEYS]]
+    for run in runs:
+        for kind, table in (("train", run.train), ("eval", run.evals)):
+            rows += [[run.label, kind, *map(_plain, values)] for values in zip(*(table[key] for key in KEYS))]
+    return _csv(rows)
+
+
+def _plain(value: float) -> float | int | str:
+    return "" if math.isnan(value) else int(value) if math.isfinite(value) and value == int(value) else value
+
+
+def _csv(rows: list[list[Any]]) -> str:
+    text = StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def page(runs: Sequence[Summary], target: float | None = None) -> str:
+    """The HTML page."""
+    from plotly.offline import get_plotlyjs  # half a second, which the terminal's table need not wait for
+
+    drawn = [chart for chart in charts(runs) if not plots.empty(chart)]
+    figures = {chart.name: plots.plotly(chart) for chart in drawn}
+    known = [a for a in plots.AXES if any(math.isfinite(v) for r in runs for v in _axis(r, a))]
+    first, *others = headline(runs)
+    slots = {
+        "title": escape(", ".join(plots.shorten(run.label) for run in runs[:4]) + (", …" if len(runs) > 4 else "")),
+        "made": f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}, report of {now()[:16].replace('T', ' ')} UTC",
+        "headline": escape(first),
+        "others": "".join(f"<p>{escape(text)}</p>" for text in others),
+        "summary": summary_table(runs),
+        "reach": reach_table(runs, target),
+        "chips": "".join(map(chip, range(len(runs)), runs)),
+        "axes": "".join(axis_button(axis, axis in known) for axis in plots.AXES),
+        "curves": "".join(figure(c, runs) for c in drawn if isinstance(c, plots.Curves)) or "<p>No curve yet.</p>",
+        "bars": "".join(figure(c, runs) for c in drawn if isinstance(c, plots.Bars)) or "<p>No memory recorded.</p>",
+        "cautions": _list(cautions(runs)) or "<p>No reservation found in the records.</p>",
+        "fair": " ".join(map(escape, fair_points(runs))),
+        "differing": matrix(differing(runs), runs, lambda run, key: run.settings.get(key))
+        or f"<p>{'One run: nothing to compare.' if len(runs) == 1 else 'No recorded setting differs.'}</p>",
+        "settings": matrix(_keys(run.settings for run in runs), runs, lambda run, key: run.settings.get(key))
+        or "<p>No run has a config.yaml.</p>",
+        "record": matrix(
+            [key for key in _keys(flatten(run.run.info) for run in runs) if key != "who"],
+            runs,
+            lambda run, key: flatten(run.run.info).get(key),
+        ),
+        "figures": script_json({"figures": figures, "axes": plots.AXES}),
+        "plotly": get_plotlyjs().replace("</script", "<\\/script"),
+    }
+    text = files("foamlab").joinpath("report.html").read_text(encoding="utf-8")
+    pieces = text.split("{{")
+    return pieces[0] + "".join(slots[name] + rest for name, rest in (piece.split("}}", 1) for piece in pieces[1:]))
+
+
+def chip(index: int, run: Summary) -> str:
+    return f'<button class="chip" aria-pressed="true" data-run="{index}">{mark(index)} {escape(run.label)}</button>'
+
+
+def axis_button(axis: str, known: bool) -> str:
+    pressed = str(axis == "steps").lower()
+    return f'<button data-axis="{axis}" aria-pressed="{pressed}"{"" if known else " disabled"}>{axis}</button>'
+
+
+def script_json(value: Any) -> str:
+    """JSON that may stand inside a script element whatever strings it holds."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _axis(run: Summary, axis: str) -> list[float]:
+    key = "step" if axis == "steps" else axis
+    return run.train[key] + run.evals[key]
+
+
+def _keys(trees: Any) -> list[str]:
+    return list(dict.fromkeys(key for tree in trees for key in tree))
+
+
+def _list(texts: Sequence[str]) -> str:
+    return "<ul>" + "".join(f"<li>{escape(text)}</li>" for text in texts) + "</ul>" if texts else ""
+
+
+def mark(index: int) -> str:
+    """The run's line as a small picture: colour, dash and marker."""
+    look = plots.style(index)
+    shape = {
+        "circle": '<circle cx="16" cy="6" r="4"/>',
+        "square": '<path d="M12 2h8v8h-8z"/>',
+        "diamond": '<path d="M16 1l5 5-5 5-5-5z"/>',
+        "triangle-up": '<path d="M16 1l5 9h-10z"/>',
+        "x": '<path d="M12 2l8 8M20 2l-8 8" stroke-width="2.5"/>',
+        "cross": '<path d="M16 1v10M11 6h10" stroke-width="3"/>',
+    }[plots.MARKERS[look.marker][0]]
+    dash = plots.DASHES[look.dash][2]
+    return (
+        f'<svg class="mark" width="32" height="12" aria-hidden="true" fill="{look.color}" stroke="{look.color}">'
+        f'<path d="M0 6h32" stroke-width="2" fill="none"{f" stroke-dasharray={dash!r}" if dash else ""}/>{shape}</svg>'
+    )
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Cells are HTML already: <td> and <th> with what they hold."""
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+    top = f"<thead><tr>{''.join(head)}</tr></thead>"
+    return f'<div class="scroll" tabindex="0"><table>{top}<tbody>{body}</tbody></table></div>'
+
+
+def summary_table(runs: Sequence[Summary]) -> str:
+    """Runs side by side, or one row a run when they are many."""
+    cells = [
+        [f'<td class="best"><b>{c.text}</b> <small>best</small></td>' if c.best else f"<td>{c.text}</td>" for c in row]
+        for row in summary_cells(runs)
+    ]
+    if len(runs) <= SIDE_BY_SIDE:
+        rows = [[f'<th scope="row">{m.name}</th>', *column] for m, column in zip(METRICS, zip(*cells))]
+        return table(["<th></th>", *map(name, range(len(runs)), runs)], rows)
+    heads = [f'<th scope="col">{metric.name}</th>' for metric in METRICS]
+    return table(["<th>run</th>", *heads], [[name(i, runs[i], "row"), *row] for i, row in enumerate(cells)])
+
+
+def name(index: int, run: Summary, scope: str = "col") -> str:
+    """The heading of a run's column or row; a run that is not done says so."""
+    status = "" if run.done else f" <small>{escape(run.run.status)}</small>"
+    return f'<th scope="{scope}">{mark(index)}{"<br>" if scope == "col" else " "}{escape(run.label)}{status}</th>'
+
+
+def reach_table(runs: Sequence[Summary], target: float | None) -> str:
+    """What each finished run paid to reach the target loss."""
+    ran = [run for arm in arms(runs) for run in arm.runs if math.isfinite(run.loss)]
+    if not ran or not comparable(ran) or (target is None and len(ran) < 2):
+        return ""
+    given = target is not None
+    goal = target if target is not None else max(run.loss for run in ran)
+    why = "the loss asked for" if given else "the highest final loss of the finished runs"
+    rows = []
+    for run in sorted(ran, key=runs.index):
+        costs = [reach(run.evals[key], run.evals["loss"], goal) for key in ("step", "tokens", "seconds")]
+        cells = [f"<td>{'never' if cost is None else f'{cost:,.0f}'}</td>" for cost in costs]
+        rows.append([name(runs.index(run), run, "row"), *cells])
+    heads = [f'<th scope="col">{head}</th>' for head in ("run", *plots.AXES)]
+    note = f"<p>Cost of reaching {goal:.4f}, {why}; linear between evaluations.</p>"
+    return f"<h2>Cost of reaching a loss</h2>{note}{table(heads, rows)}"
+
+
+def figure(chart: plots.Curves | plots.Bars, runs: Sequence[Summary]) -> str:
+    """A place for the chart, with its title and what the eye should know."""
+    notes = {
+        "loss": "Thin: training, a centred mean over a fortieth of the records. With markers: validation."
+        + (" The first tenth of training is out of view; a double click shows all." if _windowed(chart) else ""),
+        "memory": "As recorded. Peak memory, in the table, also counts activations and the program itself.",
+        "grad-norm": "Before clipping, smoothed as the loss; logarithmic.",
+    }
+    note = f"<p class=note>{notes[chart.name]}</p>" if chart.name in notes else ""
+    log = '<button class="log" aria-pressed="false">log</button>' if chart.name == "loss" else ""
+    return (
+        f'<figure data-chart="{chart.name}"><figcaption><h3>{chart.title}</h3>{log}{note}</figcaption>'
+        f'<div class="chart" role="img" aria-label="{chart.title} of {len(runs)} runs"></div></figure>'
+    )
+
+
+def _windowed(chart: plots.Curves | plots.Bars) -> bool:
+    return isinstance(chart, plots.Curves) and chart.window is not None
+
+
+def matrix(keys: Sequence[str], runs: Sequence[Summary], get: Callable[[Summary, str], Any]) -> str:
+    """A row a key, a column a run; what is the same in all runs is written once."""
+    rows = []
+    for key in keys:
+        texts = ["–" if (value := get(run, key)) is None else str(value) for run in runs]
+        if len(set(texts)) == 1:
+            cells = [f'<td class="text" colspan="{len(runs)}">{escape(texts[0])}</td>']
+        else:
+            cells = [f'<td class="text">{escape(text)}</td>' for text in texts]
+        rows.append([f'<th scope="row">{escape(key).replace(".", ".<wbr>")}</th>', *cells])
+    return table(["<th></th>", *map(name, range(len(runs)), runs)], rows) if rows else ""

@@ -1,0 +1,354 @@
+"""Reports of runs that went well, badly, or hardly at all; the page is also opened in Chromium where there is one."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from foamlab import plots
+from foamlab.config import UserError
+from foamlab.record import Recorder
+from foamlab.report import charts, compare_table, page, report
+from foamlab.summary import arms, cautions, headline, perplexity, summarize
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>\"'&${{title}}"
+
+
+def make_run(
+    folder: Path,
+    optimizer: str = "foam",
+    final: float = 1.5,
+    *,
+    steps: int = 400,
+    done: int | None = None,
+    seed: int = 0,
+    lr: float = 0.01,
+    state: float = 2.5e6,
+    status: str = "done",
+    evals: bool = True,
+    nan_at: int | None = None,
+    settings: dict[str, Any] | None = None,
+) -> Path:
+    """A run folder as `foamlab train` writes it; the loss falls from 8 to about `final`."""
+    folder.mkdir(parents=True)
+    config = {
+        "model": {"name": "llama-1m"},
+        "data": {"name": "stdlib", "tokenizer": "bpe:4096", "sequence": 128, "cache": str(folder)},
+        "optimizer": {"name": optimizer, "lr": lr, "options": {}},
+        "train": {"steps": steps, "batch": 16, "seed": seed, "eval_tokens": 65536},
+        "out": str(folder),
+    }
+    for key, value in (settings or {}).items():
+        group, name = key.split(".")
+        config[group][name] = value  # type: ignore[index]
+    (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    recorder = Recorder(folder)
+    recorder.describe(
+        command="foamlab train preset",
+        versions={"python": "3.11.7", "torch": "2.13.0"},
+        hardware={"processor": "a processor", "cores": 2},
+        model={"name": "llama-1m", "parameters": 1_000_000},
+        optimizer={"name": optimizer, "lr": lr},
+        bytes={"weights": 4e6, "gradients": 4e6, "state": state, "peak": 6.1e8},
+    )
+    for step in range(1, (steps if done is None else done) + 1):
+        noise = 0.1 * math.sin(12.9898 * step + seed)
+        loss = math.nan if nan_at == step else final + (8 - final) * math.exp(-6 * step / steps) + noise
+        common = {"step": step, "tokens": step * 2048, "seconds": step * 0.1}
+        if nan_at == step:
+            recorder.write({"kind": "skip", **common, "why": "loss is nan"})
+        rate = lr * min(step / steps * 10, 0.55 + 0.45 * math.cos(math.pi * step / steps))
+        recorder.write({"kind": "train", **common, "loss": loss, "lr": rate, "grad_norm": 1 + abs(noise) * 9})
+        if evals and step % (steps // 4) == 0:
+            loss = final + (8 - final) * math.exp(-6 * step / steps)
+            recorder.write({"kind": "eval", **common, "loss": loss, "perplexity": math.exp(loss)})
+    recorder.close(status)
+    return folder
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> list[Path]:
+    return [make_run(tmp_path / "foam-1"), make_run(tmp_path / "adamw-1", "adamw", 1.6, lr=0.001, state=8e6)]
+
+
+class Text(HTMLParser):
+    """Tags, their attributes, and the text outside scripts and styles."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text, self._raw = "", False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._raw = tag in ("script", "style")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._raw = False
+
+    def handle_data(self, data: str) -> None:
+        self.text += "" if self._raw else data + " "
+
+
+def test_page_says_what_the_runs_show(pair: list[Path], tmp_path: Path) -> None:
+    (out,) = report(pair, tmp_path / "sub" / "report")
+    assert out == tmp_path / "sub" / "report.html"
+    seen = Text(out.read_text(encoding="utf-8"))
+    # 1.5 + 6.5 exp(-6) = 1.5161, 1.6 + 6.4 exp(-6) = 1.6159
+    first = "foam-1 ends with the lowest validation loss: 1.516, 0.100 below adamw-1 (1.616)."
+    assert headline(summarize(pair))[0] == first and first in seen.text
+    for words in (
+        "Optimizer state: from 2.50 MB (foam-1) to 8.00 MB (adamw-1).",
+        "Speed: 20,480 tokens/s in every run.",
+        "with one seed only",
+        "models of at most 1,000,000 parameters, at most 819,200 tokens",
+        "the same batches in the same order",
+        "One learning rate only for foam, adamw",
+        "optimizer. name",  # a place to break the line stands after the dot
+        "foamlab train preset",
+        "2.13.0",
+    ):
+        assert words in seen.text, words
+    assert out.stat().st_size < 6e6
+    # nothing is fetched: no element names a source
+    assert not [t for t, a in seen.tags if t in ("link", "img", "iframe") or (a.get("src") or "").startswith("http")]
+    assert "default-src 'none'" in str(seen.tags)
+
+
+def test_terminal_table_marks_the_best(pair: list[Path]) -> None:
+    head, foam, adamw = compare_table(pair)
+    assert len(head) == len(foam) == len(adamw)
+    told = dict(zip(head, foam))
+    assert told["validation loss"] == "1.5161 *" and told["optimizer state (MB)"] == "2.50 *"
+    assert told["perplexity"] == f"{math.exp(1.5 + 6.5 * math.exp(-6)):.2f} *"
+    assert told["tokens/s"] == "20,480" and told["steps"] == "400" and told["skipped steps"] == "0"  # equal: no mark
+    assert not any("*" in cell for cell in adamw)
+
+
+def test_unfinished_runs_are_shown_but_not_ranked(tmp_path: Path, pair: list[Path]) -> None:
+    stopped = make_run(tmp_path / "stopped", "muon", 0.5, done=200, status="interrupted", state=1)
+    failed = make_run(tmp_path / "failed", "sgd", done=0, status="failed")
+    killed = make_run(tmp_path / "killed", done=50, status="running", evals=False)
+    folders = [*pair, stopped, failed, killed]
+    runs = summarize(folders)
+    assert headline(runs)[0].startswith("foam-1 ends with the lowest")
+    said = " ".join(cautions(runs))
+    assert "stopped was interrupted at step 200 of 400: it is shown, but not ranked." in said
+    assert "failed failed before its first record:" in said and "killed still running, or was killed," in said
+    rows = {row[0]: row for row in compare_table(folders)}
+    assert not any("*" in cell for name in ("stopped", "failed", "killed") for cell in rows[name])
+    assert rows["failed"][2] == "–"
+    assert "No finished run" in headline(summarize([failed, killed]))[0]
+    page(summarize([failed]))
+
+
+def test_divergence_is_told(tmp_path: Path) -> None:
+    good, bad = make_run(tmp_path / "good", nan_at=7), make_run(tmp_path / "bad", "sgd")
+    with open(bad / "metrics.jsonl", "a", encoding="utf-8") as f:
+        f.write('{"kind": "eval", "step": 401, "tokens": 1, "seconds": 1, "loss": NaN}\n')
+    runs = summarize([good, bad])
+    assert headline(runs)[0] == "Only good ends with a finite validation loss: 1.516."
+    said = " ".join(cautions(runs))
+    assert "good skipped 1 step (loss is nan)" in said and "bad: the loss was not finite" in said
+    assert compare_table([good, bad])[2][2] == "–"
+    assert perplexity(math.inf) == math.inf and math.isnan(perplexity(math.nan))
+    page(runs)
+
+
+def test_losses_on_other_data_are_not_ranked(tmp_path: Path) -> None:
+    a = make_run(tmp_path / "a")
+    b = make_run(tmp_path / "b", settings={"data.tokenizer": "bytes"})
+    runs = summarize([a, b])
+    assert "cannot be ranked" in headline(runs)[0]
+    assert "their losses measure different things" in " ".join(cautions(runs))
+    assert all("*" not in row[2] for row in compare_table([a, b]))
+
+
+def test_seeds_become_arms_with_a_paired_test(tmp_path: Path) -> None:
+    losses = {"foam": (1.490, 1.528, 1.486), "adamw": (1.553, 1.543, 1.565)}
+    folders = [
+        make_run(tmp_path / f"{name}-{seed}", name, final, seed=seed)
+        for name, finals in losses.items()
+        for seed, final in enumerate(finals)
+    ]
+    runs = summarize(folders)
+    best, other = arms(runs)
+    assert (best.label, len(best.runs), other.label) == ("foam", 3, "adamw")
+    said = headline(runs)
+    assert said[0].startswith("foam ends with the lowest mean validation loss: 1.517, 0.052 below adamw")
+    assert "not beyond chance" in said[1] and "n = 3" in said[1]
+    assert "Few seeds (3 a setting)" in " ".join(cautions(runs))
+    lrs = summarize([*folders, make_run(tmp_path / "x", "foam", lr=0.02), make_run(tmp_path / "y", lr=0.02, seed=1)])
+    assert {arm.label for arm in arms(lrs)} == {"foam, lr 0.01", "foam, lr 0.02", "adamw"}
+
+
+def test_hostile_strings_stay_text(tmp_path: Path) -> None:
+    a = make_run(tmp_path / "<b>&$x_1$\n<i>", settings={"model.name": HOSTILE})
+    b = make_run(tmp_path / "_hidden", HOSTILE, 2.0)
+    seen = Text(report([a, b], tmp_path / "r.html", static=["svg"])[0].read_text(encoding="utf-8"))
+    assert HOSTILE in seen.text
+    assert [t for t, _ in seen.tags].count("script") == 3 and not any("onerror" in a for _, a in seen.tags)
+    assert "b" not in [t for t, a in seen.tags if t == "i"]
+
+
+def test_pictures_and_tables(pair: list[Path], tmp_path: Path) -> None:
+    written = report(pair, tmp_path / "r.html", static=["png", "svg"], tables=True)
+    assert [p.name for p in written] == [
+        "r.html",
+        "r-summary.csv",
+        "r-curves.csv",
+        *(f"r-{chart}.{form}" for chart in ("loss", "memory", "lr", "grad-norm") for form in ("png", "svg")),
+    ]
+    assert all(p.read_bytes().startswith((b"\x89PNG", b"<?xml")) for p in written[3:])
+    with open(written[1], encoding="utf-8") as f:
+        rows = list(csv.DictReader(f))
+    assert [row["run"] for row in rows] == ["foam-1", "adamw-1"]
+    assert float(rows[0]["loss"]) == 1.5 + 6.5 * math.exp(-6) and rows[0]["state_bytes"] == "2500000"
+    with open(written[2], encoding="utf-8") as f:
+        assert len(list(csv.DictReader(f))) == 2 * 404
+
+
+def test_charts_are_what_plotly_accepts(pair: list[Path]) -> None:
+    graph = pytest.importorskip("plotly.graph_objects")
+    for chart in charts(summarize(pair)):
+        drawn = plots.plotly(chart)
+        json.dumps(drawn, allow_nan=False)
+        graph.Figure(drawn)  # unknown attributes raise
+        assert not plots.empty(chart)
+
+
+def test_thirty_runs(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / f"run-{i:02}", f"opt{i}", 1 + i / 30, steps=40) for i in range(30)]
+    runs = summarize(folders)
+    assert len({plots.style(i) for i in range(30)}) == 30
+    seen = Text(page(runs))
+    assert [a.get("class") for _, a in seen.tags].count("chip") == 30
+    assert headline(runs)[0].startswith("run-00 ends with the lowest validation loss")
+
+
+def test_what_is_no_run_or_cannot_be_written(tmp_path: Path, pair: list[Path]) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    for folders, words in (
+        ([], "no run to report"),
+        ([tmp_path / "empty"], "run.json is missing"),
+        ([tmp_path / "nowhere"], "no run in"),
+        ([pair[0], pair[0]], "given twice"),
+    ):
+        with pytest.raises(UserError, match=words):
+            report(folders, tmp_path / "r.html")
+    with pytest.raises(UserError, match=r"unknown picture format 'gif'; known: png, svg, pdf$"):
+        report(pair, tmp_path / "r.html", static=["gif"])
+    with pytest.raises(UserError, match="cannot write"):
+        report(pair, tmp_path / "file" / "r.html")
+    (pair[0] / "config.yaml").write_text("a: [")
+    with pytest.raises(UserError, match=r"cannot read .*config.yaml"):
+        report(pair, tmp_path / "r.html")
+
+
+def test_missing_settings_and_keys(tmp_path: Path) -> None:
+    a, b = make_run(tmp_path / "a" / "x"), make_run(tmp_path / "b" / "x", "adamw")
+    (a / "config.yaml").unlink()
+    (b / "run.json").write_text("{}")
+    (b / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n{"kind": "eval", "step": 1, "loss": "high"}\n')
+    runs = summarize([a, b])
+    assert [run.label for run in runs] == ["a/x", "b/x"]
+    assert math.isnan(runs[1].loss) and math.isnan(runs[1].bytes("state"))
+    page(runs)
+
+
+def test_smooth_thin_and_window() -> None:
+    assert plots.smooth([1, 2, 3, 4, 5], 3) == [1.5, 2, 3, 4, 4.5]
+    gap = plots.smooth([1, math.nan, 3], 3)
+    assert gap[0] == 1 and math.isnan(gap[1]) and gap[2] == 3
+    line = plots.Line(
+        0, "", {axis: list(range(5000)) for axis in plots.AXES}, [10.0] * 400 + [1.0] * 2300 + [2.0] * 2300
+    )
+    short = plots.thin(line)
+    assert len(short.y) == plots.POINTS and short.x["steps"][0] == 0 and short.x["steps"][-1] == 4999
+    assert plots.window([line]) == pytest.approx((0.95, 2.05))
+    assert plots.shorten("abcdefghijklmnopqrstuvwxyz", 11) == "abcde…vwxyz"
+
+
+PROBE = """<script>
+const problems = [];
+addEventListener("error", (e) => problems.push(e.message));
+addEventListener("securitypolicyviolation", (e) => problems.push("blocked " + e.blockedURI));
+drawn.then(async () => {
+  document.querySelector("[data-axis=tokens]").click();
+  document.querySelector(".log").click();
+  document.querySelector(".chip").click();
+  await new Promise((done) => setTimeout(done, 500));
+  const wide = document.documentElement.clientWidth;
+  const outside = [...document.querySelectorAll("body *")].filter((e) => !e.closest(".scroll table, script"))
+    .filter((e) => e.getBoundingClientRect().right > wide + 1).map((e) => e.tagName + "." + e.className);
+  const charts = holders.map((h) => ({
+    name: h.dataset.chart,
+    traces: h.querySelectorAll(".scatterlayer .trace path.js-line, .barlayer .trace .point").length,
+    title: h.querySelector(".xtitle").textContent,
+    height: chartOf(h).getBoundingClientRect().height,
+    svg: h.querySelector("svg.main-svg").getBoundingClientRect().width / chartOf(h).getBoundingClientRect().width,
+  }));
+  const result = { problems, wide, scroll: document.documentElement.scrollWidth, outside, charts };
+  parent.postMessage(JSON.stringify(result), "*");
+});
+</script></body>"""
+
+
+# A browser's window is never narrower than 500 px, so the page is opened in frames of both widths.
+FRAMES = """<body style="margin:0"><script>
+const seen = [];
+addEventListener("message", (e) => {
+  if (seen.push(JSON.parse(e.data)) === 2) document.body.setAttribute("data-probe", JSON.stringify(seen));
+});
+</script><iframe src="page.html" width="1280" height="900"></iframe><iframe src="page.html" width="390" height="900">
+</iframe></body>"""
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed: the page is not opened in a browser")
+def test_page_in_a_browser(tmp_path: Path, pair: list[Path]) -> None:
+    """No error, nothing blocked, every chart drawn and filled, nothing wider than the window."""
+    long = make_run(tmp_path / ("a-very-long-name-" * 5), "muon", 1.8, done=300, status="interrupted", nan_at=9)
+    text = page(summarize([*pair, long])).replace("</body>", PROBE)
+    (tmp_path / "page.html").write_text(text, encoding="utf-8")
+    (tmp_path / "frames.html").write_text(FRAMES, encoding="utf-8")
+    seen = browse(tmp_path / "frames.html", tmp_path / "profile")
+    assert {frame["wide"] for frame in seen} == {1280, 390}
+    for frame in seen:
+        assert frame["problems"] == [] and frame["outside"] == [], frame
+        assert frame["scroll"] <= frame["wide"]
+        assert [chart["name"] for chart in frame["charts"]] == ["loss", "lr", "grad-norm", "memory"]
+        for chart in frame["charts"]:
+            assert chart["traces"] >= 2 and chart["height"] > 150 and chart["svg"] == pytest.approx(1, abs=0.02), chart
+            assert chart["title"] == ("MB" if chart["name"] == "memory" else "tokens seen")
+
+
+def browse(path: Path, profile: Path) -> list[dict[str, Any]]:
+    """Open the page, fail on any console message, and return what the probes found."""
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    flags += " --disable-component-update --disable-sync --hide-scrollbars --enable-logging=stderr --dump-dom"
+    command = [
+        str(CHROMIUM),
+        *flags.split(),
+        "--virtual-time-budget=20000",
+        f"--user-data-dir={profile}",
+        path.as_uri(),
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    errors = [line for line in ran.stderr.splitlines() if "CONSOLE" in line]
+    assert not errors, errors
+    found = re.search(r'data-probe="([^"]*)"', ran.stdout)
+    assert found, ran.stdout[-300:] + ran.stderr[-2000:]
+    return json.loads(found[1].replace("&quot;", '"').replace("&amp;", "&"))
