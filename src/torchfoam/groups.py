@@ -17,6 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .budget import fit_levels, parse_bytes
+from .fold import Level, check_level
+from .state import state_bytes
+
 # Last resort, where a module tells nothing (a bare parameter, or (name, tensor) pairs): what the parts of a dotted path
 # are called when they lead to a table of embeddings, and what such a parameter itself is called ...
 EMBEDDING_WORDS = ("*embed*", "wte", "wpe", "tok", "shared", "relative_attention_bias")
@@ -40,6 +44,8 @@ def param_groups(
     *,
     level: int | str = 2,
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
+    state_budget: int | str | None = None,
+    residual_ratios: Mapping[str, float] | None = None,
     **options: Any,
 ) -> list[dict[str, Any]]:
     """Split a model's trainable parameters into groups for `FOAM`; each is in exactly one, tied weights once.
@@ -51,6 +57,10 @@ def param_groups(
         overrides: pattern -> options, matched against parameter names as a shell would (`"*.mlp.*": {"level": 3}`);
             the first match wins and makes a group of its own, starting from what the parameter would have had.
             Their `level`, `scale` and `rule` are for matrices: a vector that matches takes only the rest.
+        state_budget: bytes ("300MB", "286MiB", a number) that the state of all parameters may take. Then levels are
+            chosen per matrix (`budget.py`): as low as fits, lower where `residual_ratios` are larger. Give `state`
+            here too, if it is not the default. Matrices whose override states a level keep it.
+        residual_ratios: `opt.residual_ratio()` of a run at `level`; without it bytes are spent evenly.
         options: any other per-group option of FOAM. `scale` and `rule` go to the folded group alone, the rest to all.
 
     Returns:
@@ -75,20 +85,52 @@ def param_groups(
             raise ValueError(f"FOAM cannot use the sparse gradients of {path!r}: build it with sparse=False")
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     _check_patterns(overrides, trainable)
-    groups: dict[tuple[str, bool], dict[str, Any]] = {}
+    chosen: dict[str, dict[str, Any]] = {}
     for name, p in trainable:
         pattern = next((pattern for pattern in overrides if fnmatchcase(name, pattern)), "")
         changes = {k: x for k, x in overrides.get(pattern, {}).items() if p.ndim >= 2 or k not in FOLDED_ONLY}
-        chosen = {**wanted[folding[name]], **changes}
-        label = "unfolded" if chosen["level"] == 0 and chosen.get("rule", "adam") == "adam" else "folded"
-        new = {"params": [], "name": f"{label} {pattern}".rstrip(), **chosen}
+        settings = {**wanted[folding[name]], **changes}
+        label = "unfolded" if settings["level"] == 0 and settings.get("rule", "adam") == "adam" else "folded"
+        chosen[name] = {"name": f"{label} {pattern}".rstrip(), **settings}
+        if state_budget is not None and folding[name] and "level" not in changes:
+            chosen[name]["level"] = None  # for the budget to decide
+    if state_budget is not None:
+        _fit(dict(trainable), chosen, parse_bytes(state_budget), residual_ratios or {}, check_level(level))
+    groups: dict[tuple[str, bool], dict[str, Any]] = {}
+    for name, p in trainable:
+        new = {"params": [], **chosen[name]}
         groups.setdefault((new["name"], folding[name]), new)["params"].append((name, p))
-    if level != 0 and all(g["level"] == 0 for g in groups.values()):
+    if level != 0 and state_budget is None and all(g["level"] == 0 for g in groups.values()):
         raise ValueError(
             f"nothing folds in {type(model).__name__}: it has no trainable attention or MLP matrix; "
             "use level=0 for plain AdamW, or name matrices with overrides"
         )
     return sorted(groups.values(), key=lambda g: not g["name"].startswith("folded"))
+
+
+def _fit(
+    params: Mapping[str, Tensor],
+    chosen: Mapping[str, dict[str, Any]],
+    budget: int,
+    ratios: Mapping[str, float],
+    measured_at: Level,
+) -> None:
+    """Decide the levels left open in `chosen`, so that the whole state fits the budget."""
+    left = {name: p for name, p in params.items() if chosen[name]["level"] is None}
+    fixed = sum(state_bytes(p, chosen[name]) for name, p in params.items() if name not in left)
+    if unknown := sorted(set(ratios) - set(params)):
+        raise ValueError(f"residual ratio of {unknown[0]!r}, which is no trainable parameter of the model")
+    if fixed > budget:
+        raise ValueError(
+            f"the state cannot fit in {budget:,} bytes: what does not fold needs {fixed:,} alone; "
+            "state='int8' makes it about a quarter"
+        )
+    settings = {id(p): chosen[name] for name, p in left.items()}
+    fitted = fit_levels(
+        left, budget - fixed, lambda p, level: state_bytes(p, {**settings[id(p)], "level": level}), ratios, measured_at
+    )
+    for name, level in fitted.items():
+        chosen[name].update(level=level, name=f"{chosen[name]['name']} level {level}")
 
 
 def _check_patterns(overrides: Mapping[str, Mapping[str, Any]], params: Sequence[tuple[str, Tensor]]) -> None:

@@ -34,6 +34,12 @@ def new_state(p: Tensor, group: Mapping[str, Any], device: str | None = None) ->
     return state
 
 
+def state_bytes(p: Tensor, group: Mapping[str, Any]) -> int:
+    """Bytes of `new_state(p, group)`; options the group does not state are FOAM's defaults."""
+    group = {"state": "float32", "capturable": False, "rule": "adam", **group}
+    return sum(x.numel() * x.element_size() for x in new_state(p, group, device="meta").values())
+
+
 def moment_dtype(p: Tensor, kind: str) -> torch.dtype:
     """How a moment of p is kept: float64 for float64 parameters; 8-bit codes are for matrices, vectors keep float32."""
     if p.dtype == torch.float64:
