@@ -34,10 +34,11 @@ class Backend:
     update: Callable[[Sequence[Slot], Hyper, str], None]
 
 
-from . import eager  # noqa: E402  (the entries need the types above)
+from . import eager, triton  # noqa: E402  (the entries need the types above)
 
 BACKENDS: dict[str, Backend] = {
     "eager": Backend("eager", eager.unavailable, eager.refuses, eager.update),
+    "triton": Backend("triton", triton.unavailable, triton.refuses, triton.update),
 }
 
 
