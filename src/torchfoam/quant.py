@@ -95,15 +95,15 @@ def encode(x: Tensor, signed: bool, key: int | None) -> tuple[Tensor, Tensor]:
     index = index.clamp_(max=4079).masked_fill_(x.isinf(), 4080).masked_fill_(x.isnan(), 4095)
     exponent = (_grouped(index) >> 4).amax(-1)
     base = exponent.repeat_interleave(GROUP, -1)[..., : x.shape[-1]] << 4
-    if not signed:
+    if signed:
+        code = index - base + 112
+        # below code 1: code 1 with probability |x| / (value of code 1), else 0
+        smallest = ((base - 111).clamp_(min=0) << _SHIFT).view(torch.float32)
+        rises = x.abs() > smallest * (uniform.float() / (1 << _SHIFT))
+        code = torch.where(code >= 1, code, rises.to(torch.int32)) | ((bits >> 24) & 0x80)
+    else:
         code = (index - base + 240).clamp_(1, 255)
-        return torch.where(magnitude == 0, 0, code).to(torch.uint8), exponent.to(torch.uint8)
-    code = index - base + 112
-    # below code 1: code 1 with probability |x| / (value of code 1), else 0
-    smallest = ((base - 111).clamp_(min=0) << _SHIFT).view(torch.float32)
-    rises = x.abs() > smallest * (uniform.float() / (1 << _SHIFT))
-    code = torch.where(code >= 1, code, rises.to(torch.int32))
-    return (code | ((bits >> 24) & 0x80)).to(torch.uint8), exponent.to(torch.uint8)
+    return code.masked_fill_(magnitude == 0, 0).to(torch.uint8), exponent.to(torch.uint8)
 
 
 def decode(codes: Tensor, exponents: Tensor, signed: bool) -> Tensor:
