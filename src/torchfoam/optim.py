@@ -112,7 +112,7 @@ class FOAM(Optimizer):
         if isinstance(params, nn.Module):
             params = param_groups(params, level=level, scale=scale, rule=rule)
         elif not isinstance(params, (Tensor, dict)):
-            params = list(params)
+            params = [{"params": params}] if isinstance(params, set) else list(params)
         super().__init__(params, defaults)
         asked = level != 0 and not any(isinstance(g, dict) and "level" in g for g in params)
         if asked and not any(g["level"] != 0 for g in self.param_groups):
@@ -131,15 +131,23 @@ class FOAM(Optimizer):
         if isinstance(params, set):
             raise TypeError("parameters must come in an order that is the same in every run, not in a set")
         params = [params] if isinstance(params, Tensor) else list(params)
+        if self.param_groups and "param_names" in self.param_groups[0]:  # then torch wants names of all
+            here = sum(len(g["params"]) for g in self.param_groups)
+            params = [x if isinstance(x, tuple) else (f"unnamed.{i}", x) for i, x in enumerate(params, here)]
         groups = split_by_shape({**param_group, "params": params}, self.defaults)
         for group in groups:  # all is checked before anything is added
             self._check_group(group)
-        for group in groups:
-            super().add_param_group(group)
-            added = self.param_groups[-1]
-            for p in added["params"]:
+        n = len(self.param_groups)
+        try:
+            for group in groups:
+                super().add_param_group(group)
+        except Exception:
+            del self.param_groups[n:]
+            raise
+        for group in self.param_groups[n:]:
+            for p in group["params"]:
                 if p.requires_grad:
-                    self.state[p] = new_state(p, added)
+                    self.state[p] = new_state(p, group)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         merged = {**self.defaults, **group}
@@ -262,9 +270,6 @@ class FOAM(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("backend", None)
-        for group in self.param_groups:
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

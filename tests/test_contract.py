@@ -1,0 +1,466 @@
+"""What torch promises of every optimizer, as a table: kinds of FOAM x contracts. Then what FOAM promises beyond."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as schedules
+
+from problems import Toy, allocated, everything, numbers, same, toy, train
+from torchfoam import FOAM, param_groups
+
+KINDS: dict[str, dict[str, Any]] = {
+    "adamw": {"level": 0},
+    "level 2": {"level": 2},
+    "row": {"level": "row", "scale": 0.25},
+    "square_mean": {"second_moment": "square_mean"},
+    "bfloat16 state": {"state": "bfloat16"},
+    "int8 state": {"state": "int8"},
+    "mini": {"rule": "mini"},
+    "muon": {"rule": "muon"},
+    "bfloat16 weights": {"dtype": torch.bfloat16},
+    "float16 weights": {"dtype": torch.float16, "state": "float32", "eps": 1e-6},
+    "float64 weights": {"dtype": torch.float64, "level": 3},
+    "tensor lr": {"lr": torch.tensor(0.01)},
+}
+
+
+class Made:
+    """A toy and its optimizer, of one kind."""
+
+    def __init__(self, kind: str) -> None:
+        options = dict(KINDS[kind])
+        self.model = toy(options.pop("dtype", torch.float32))
+        options["lr"] = copy.deepcopy(options.get("lr", 0.01))
+        self.options = options
+        self.opt = FOAM(self.model, **options)
+
+    def again(self) -> FOAM:
+        """Another optimizer of the same kind over a copy of the model."""
+        return FOAM(copy.deepcopy(self.model), **copy.deepcopy(self.options))
+
+    def train(self, steps: int = 3) -> None:
+        train(self.model, self.opt, steps)
+
+
+def it_learns(made: Made) -> None:
+    before = made.model.loss(0).item()
+    for _ in range(15):
+        train(made.model, made.opt, 1)
+    assert made.model.loss(0).item() < before - 0.1
+
+
+def a_dead_layer_stays(made: Made) -> None:
+    dead = [p.detach().clone() for p in made.model.dead.parameters()]
+    made.train()
+    assert same(dead, [p.detach() for p in made.model.dead.parameters()])
+    assert all(made.opt.state[p]["step"] == 0 for p in made.model.dead.parameters())
+
+
+def a_closure_runs_with_gradients(made: Made) -> None:
+    def closure() -> torch.Tensor:
+        assert torch.is_grad_enabled()
+        made.opt.zero_grad()
+        loss = made.model.loss(0)
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        first, second = made.opt.step(closure), made.opt.step(closure)
+    assert second < first and made.opt.step() is None
+
+
+def gradients_are_cleared(made: Made) -> None:
+    made.model.loss(0).backward()
+    made.opt.zero_grad()
+    assert all(p.grad is None for p in made.model.parameters())
+    made.model.loss(0).backward()
+    made.opt.zero_grad(set_to_none=False)
+    assert all(p.grad is None or not p.grad.any() for p in made.model.parameters())
+
+
+def gradients_are_left_as_they_are(made: Made) -> None:
+    made.model.loss(0).backward()
+    before = [p.grad.clone() for p in made.model.parameters() if p.grad is not None]
+    made.opt.step()
+    assert same(before, [p.grad for p in made.model.parameters() if p.grad is not None])
+
+
+def schedules_work(made: Made) -> None:
+    n = len(made.opt.param_groups)
+    for make in (
+        lambda o: schedules.LambdaLR(o, [lambda t: 1 / (t + 1)] * n),
+        lambda o: schedules.CosineAnnealingLR(o, 5),
+        lambda o: schedules.OneCycleLR(o, max_lr=0.02, total_steps=10),  # turns betas too
+        lambda o: schedules.SequentialLR(o, [schedules.ConstantLR(o, 0.1, 2), schedules.ExponentialLR(o, 0.9)], [2]),
+    ):
+        plan = make(made.again())
+        rates = []
+        for _ in range(4):
+            plan.optimizer.step()
+            plan.step()
+            rates.append(float(plan.optimizer.param_groups[0]["lr"]))
+        assert len(set(rates)) > 1
+
+
+def the_rate_scales_the_step(made: Made) -> None:
+    if isinstance(made.options["lr"], torch.Tensor):
+        made.opt.param_groups[0]["lr"].zero_()
+    for group in made.opt.param_groups:
+        group["lr"] = 0.0
+    before = everything(made.opt)[0]
+    made.train(2)
+    assert same(before, everything(made.opt)[0])
+
+
+def hooks_are_called(made: Made) -> None:
+    seen: list[str] = []
+    made.opt.register_step_pre_hook(lambda *_: seen.append("pre"))
+    made.opt.register_step_post_hook(lambda *_: seen.append("post"))
+    made.opt.register_state_dict_post_hook(lambda _, d: {**d, "extra": 1})
+    made.opt.register_load_state_dict_pre_hook(lambda _, d: {k: v for k, v in d.items() if k != "extra"})
+    made.opt.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
+    made.train(1)
+    saved = made.opt.state_dict()
+    made.opt.load_state_dict(saved)
+    assert saved["extra"] == 1 and seen == ["pre", "post", "loaded"]
+    with torch.profiler.profile() as profile:
+        made.opt.step()
+    assert any("FOAM.step" in event.key for event in profile.key_averages())
+
+
+def groups_can_be_added(made: Made) -> None:
+    more, vector = nn.Parameter(numbers(4, 9).float()), nn.Parameter(numbers(4).float())
+    made.opt.add_param_group({"params": [more, vector], "lr": 0.5})
+    n = len(made.opt.param_groups)
+    assert sum(any(p is more for p in g["params"]) for g in made.opt.param_groups) == 1
+    more.grad, vector.grad = torch.ones_like(more), torch.ones_like(vector)
+    before = more.detach().clone(), vector.detach().clone()
+    made.opt.step()
+    assert not torch.equal(more, before[0]) and not torch.equal(vector, before[1])
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        made.opt.add_param_group({"params": [nn.Parameter(torch.ones(2, 8)), more, vector]})
+    assert len(made.opt.param_groups) == n  # nothing was half added
+
+
+def a_copy_goes_its_own_way(made: Made) -> None:
+    made.train(2)
+    for model, opt in (
+        copy.deepcopy((made.model, made.opt)),
+        pickle.loads(pickle.dumps((made.model, made.opt))),
+    ):
+        train(model, opt, 2, start=2)
+        assert opt.backend == made.opt.backend and not same(everything(opt), everything(made.opt))
+        twin = copy.deepcopy((made.model, made.opt))
+        train(*twin, 2, start=2)
+        assert same(everything(opt), everything(twin[1]))
+
+
+def saving_and_loading_is_exact(made: Made) -> None:
+    made.train(2)
+    other = made.again()
+    saved = copy.deepcopy(made.opt.state_dict())
+    other.load_state_dict(made.opt.state_dict())
+    assert same(other.state_dict(), saved)
+    # and shares nothing
+    theirs = {x.untyped_storage().data_ptr() for s in made.opt.state.values() for x in s.values()}
+    assert not theirs & {x.untyped_storage().data_ptr() for s in other.state.values() for x in s.values()}
+    for group in other.param_groups:
+        group["lr"] = group["lr"].zero_() if isinstance(group["lr"], torch.Tensor) else 0.0
+    assert same(made.opt.state_dict(), saved)
+
+
+def steps_repeat_exactly(made: Made) -> None:
+    twin = copy.deepcopy((made.model, made.opt))
+    made.train()
+    train(*twin, 3)
+    assert same(everything(made.opt), everything(twin[1]))
+
+
+def bytes_are_counted_exactly(made: Made) -> None:
+    for _ in range(2):
+        assert made.opt.state_bytes() == allocated(made.opt)
+        made.train(1)
+    with torch.device("meta"):
+        assert FOAM(Toy(made.model.up.weight.dtype), **made.options).state_bytes() == made.opt.state_bytes()
+
+
+def state_is_there_from_the_start(made: Made) -> None:
+    before = {p: {k: (x.shape, x.dtype, x.data_ptr()) for k, x in s.items()} for p, s in made.opt.state.items()}
+    assert set(before) == set(made.model.parameters())
+    made.train(1)
+    assert before == {p: {k: (x.shape, x.dtype, x.data_ptr()) for k, x in s.items()} for p, s in made.opt.state.items()}
+
+
+def a_loss_scaler_skips_and_steps(made: Made) -> None:
+    if made.model.up.weight.dtype == torch.float16:
+        return  # torch's scaler refuses float16 gradients itself
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = everything(made.opt)[0]
+    scaler.scale(made.model.loss(0)).backward()
+    made.model.up.weight.grad[0, 0] = torch.inf
+    scaler.step(made.opt)
+    scaler.update()
+    assert same(before, everything(made.opt)[0]) and scaler.get_scale() == 2
+    made.opt.zero_grad()
+    scaler.scale(made.model.loss(0)).backward()
+    scaler.step(made.opt)
+    assert not same(before, everything(made.opt)[0])
+
+
+def swapped_parameters_are_taken_up(made: Made) -> None:
+    # Accelerate's FSDP2 does this to a finished optimizer
+    made.train(1)
+    new = copy.deepcopy(made.model)
+    pairs = dict(zip(made.model.parameters(), new.parameters()))
+    for group in made.opt.param_groups:
+        group["params"] = [pairs[p] for p in group["params"]]
+    assert len(made.opt.state_dict()["state"]) == len(pairs)  # not a KeyError, and nothing of those that left
+    assert set(made.opt.state) == set(pairs.values())
+    train(new, made.opt, 1)
+    assert set(made.opt.state) == set(pairs.values()) and made.opt.state_bytes() == allocated(made.opt)
+
+
+def frozen_parameters_may_thaw(made: Made) -> None:
+    made.model.up.weight.requires_grad_(False)
+    opt = FOAM(list(made.model.parameters()), **made.options)
+    assert made.model.up.weight not in opt.state
+    train(made.model, opt, 1)
+    made.model.up.weight.requires_grad_(True)
+    before = made.model.up.weight.detach().clone()
+    train(made.model, opt, 1)
+    assert opt.state[made.model.up.weight]["step"] == 1 and not torch.equal(before, made.model.up.weight)
+
+
+CONTRACTS: list[Callable[[Made], None]] = [
+    it_learns,
+    a_dead_layer_stays,
+    a_closure_runs_with_gradients,
+    gradients_are_cleared,
+    gradients_are_left_as_they_are,
+    schedules_work,
+    the_rate_scales_the_step,
+    hooks_are_called,
+    groups_can_be_added,
+    a_copy_goes_its_own_way,
+    saving_and_loading_is_exact,
+    steps_repeat_exactly,
+    bytes_are_counted_exactly,
+    state_is_there_from_the_start,
+    a_loss_scaler_skips_and_steps,
+    swapped_parameters_are_taken_up,
+    frozen_parameters_may_thaw,
+]
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("kind", KINDS)
+def test_contract(kind: str, contract: Callable[[Made], None]) -> None:
+    contract(Made(kind))
+
+
+# ---------------------------------------------------------------------- shapes, layouts, dtypes
+
+SHAPES = [(), (1,), (7,), (3, 10), (10, 1), (1, 10), (0,), (0, 5), (5, 0), (2, 3, 5), (4, 3, 2, 3)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("level", [0, 1, 8, "row"])
+@pytest.mark.parametrize("rule", ["adam", "mini"])
+@pytest.mark.parametrize("state", ["float32", "int8"])
+def test_every_shape(shape: tuple[int, ...], level: Any, rule: str, state: str) -> None:
+    p = nn.Parameter(numbers(*shape, dtype=torch.float32))
+    opt = FOAM([{"params": [p], "level": level, "rule": rule, "state": state}], lr=0.1)
+    before = p.detach().clone()
+    p.grad = numbers(*shape, seed=1, dtype=torch.float32)
+    opt.step()
+    assert p.shape == shape and p.isfinite().all() and ((p != before).all() or not p.numel())
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_layout_does_not_matter(dtype: torch.dtype) -> None:
+    def run(arrange: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...], level: Any) -> torch.Tensor:
+        p = nn.Parameter(arrange(numbers(*shape, dtype=dtype)))
+        opt = FOAM([{"params": [p], "level": level}], lr=0.01)
+        for t in range(3):
+            g = numbers(*shape, seed=t, dtype=dtype)
+            p.grad = [arrange(g), g, g[:1].expand(shape)][t]
+            opt.step()
+        return p.detach().contiguous()
+
+    transposed = lambda x: x.mT.contiguous().mT  # noqa: E731
+    channels_last = lambda x: x.to(memory_format=torch.channels_last)  # noqa: E731
+    strided = lambda x: torch.stack([x, x], -1)[..., 0]  # noqa: E731
+    for level in (0, 2, "row"):
+        for shape, arranges in (((5, 11), (transposed, strided)), ((4, 3, 2, 5), (channels_last, strided))):
+            for arrange in arranges:
+                assert not arrange(numbers(*shape)).is_contiguous()
+                assert torch.equal(run(arrange, shape, level), run(torch.clone, shape, level))
+
+
+def test_mixed_dtypes_in_one_group() -> None:
+    dtypes = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    params = [nn.Parameter(numbers(3, 10, dtype=d)) for d in dtypes]
+    opt = FOAM(params, lr=0.1)
+    assert [opt.state[p]["m"].dtype for p in params] == [torch.float64] + [torch.float32] * 3
+    for p in params:
+        p.grad = numbers(3, 10, seed=1, dtype=p.dtype)
+    opt.step()
+    for p in params[1:]:
+        torch.testing.assert_close(p.double(), params[0], rtol=2**-7, atol=2**-8)
+
+
+def test_a_gradient_wider_than_its_weight() -> None:
+    p = nn.Parameter(torch.zeros(2, 8, dtype=torch.bfloat16))
+    p.grad = torch.ones(2, 8, dtype=torch.bfloat16)
+    opt = FOAM([p], lr=0.5, weight_decay=0.0)
+    opt.step()
+    assert torch.equal(p, torch.full_like(p, -0.5))
+
+
+def test_meta() -> None:
+    with torch.device("meta"):
+        model = Toy()
+    opt = FOAM(model, lr=0.1)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    opt.step()
+    assert all(s["m"].is_meta for s in opt.state.values())
+
+
+def test_state_follows_a_model_that_moves() -> None:
+    # torch's optimizers have no state before the first step, so many a script moves the model after building it
+    model = Toy().to("meta")
+    opt = FOAM(model, lr=0.1)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(numbers(*p.shape))
+    train(model, opt, 1)
+    assert all(s["m"].device.type == "cpu" for p, s in opt.state.items() if p.grad is not None)
+
+
+# ---------------------------------------------------------------------- no full-size state, one temporary at a time
+
+
+@pytest.mark.parametrize(
+    ("level", "state", "bytes_a_weight"),
+    [(0, "float32", 8), (2, "float32", 2), (3, "float32", 1), (3, "bfloat16", 0.5), ("row", "float32", 8 / 256)],
+)
+def test_state_is_folded(level: Any, state: str, bytes_a_weight: float) -> None:
+    opt = FOAM([nn.Parameter(torch.zeros(64, 256))], level=level, state=state)
+    assert opt.state_bytes() == allocated(opt) == 64 * 256 * bytes_a_weight + 4  # and the step count
+
+
+# ---------------------------------------------------------------------- nonsense
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr must be a number finite and >= 0, got -1.0"),
+        ({"lr": float("nan")}, "lr must be a number finite and >= 0, got nan"),
+        ({"lr": "1e-3"}, "lr must be a number finite and >= 0, got '1e-3'"),
+        ({"lr": torch.ones(2)}, r"lr must be a float or a tensor of one element, got shape \(2,\)"),
+        ({"lr": torch.tensor(-1.0)}, "lr must be"),
+        ({"betas": (1.0, 0.9)}, r"beta1 must be a number in \[0, 1\), got 1.0"),
+        ({"betas": (0.9, -0.1)}, r"beta2 must be a number in \[0, 1\), got -0.1"),
+        ({"betas": (0.9,)}, r"betas must be two numbers, got \(0.9,\)"),
+        ({"betas": 0.9}, "betas must be two numbers, got 0.9"),
+        ({"eps": -1e-8}, "eps must be"),
+        ({"eps": None}, "eps must be a number finite and >= 0, got None"),
+        ({"weight_decay": float("inf")}, "weight_decay must be"),
+        ({"scale": -0.25}, "scale must be"),
+        ({"residual": True}, "residual must be a number"),
+        ({"momentum": 1.0}, "momentum must be"),
+        ({"seed": 0.5}, "seed must be an integer, got 0.5"),
+        ({"level": -1}, "level must be an integer >= 0 or 'row', got -1"),
+        ({"level": "2"}, "level must be an integer >= 0 or 'row', got '2'"),
+        ({"level": True}, "level must be"),
+        ({"rule": "adamw"}, "unknown rule 'adamw'; known: adam"),
+        ({"second_moment": "mean"}, "unknown second_moment 'mean'; known: mean_square, square_mean"),
+        ({"state": "float16"}, "unknown state 'float16'; known: float32, bfloat16, int8, param"),
+        ({"backend": "gpu"}, "unknown backend 'gpu'; known: eager"),
+    ],
+    ids=str,
+)
+def test_nonsense_is_refused_at_construction_and_in_groups(options: dict[str, Any], message: str) -> None:
+    p = nn.Parameter(torch.zeros(2, 8))
+    with pytest.raises(ValueError, match=message):
+        FOAM([p], **options)
+    if "backend" not in options:
+        with pytest.raises(ValueError, match=message):
+            FOAM([{"params": [p], **options}])
+
+
+@pytest.mark.parametrize("wrap", [list, iter, tuple], ids=["list", "iterator", "tuple"])
+def test_parameters_that_cannot_be(wrap: Callable[..., Any]) -> None:
+    for p in (nn.Parameter(torch.zeros(2, 8, dtype=torch.complex64)), torch.zeros(2, 8, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"real, floating-point parameters, got torch\.(complex64|int64)"):
+            FOAM(wrap([p]))
+        with pytest.raises(ValueError, match="real, floating-point"):
+            FOAM([{"params": wrap([p]), "level": 2}])
+    with pytest.raises(ValueError, match="dense, real"):
+        FOAM(wrap([nn.Parameter(torch.eye(4).to_sparse())]))
+    with pytest.raises(ValueError, match="non-leaf"):
+        FOAM(wrap([torch.zeros(2, 8, requires_grad=True) * 1]))
+
+
+def test_what_are_no_parameters() -> None:
+    w = nn.Parameter(torch.zeros(2, 8))
+    for wrong in (w, {w}, {"params": [w]}, [{"params": {w}}], ["w"], [{"params": [1]}]):
+        with pytest.raises(TypeError):
+            FOAM(wrong)
+    with pytest.raises(ValueError, match="empty"):
+        FOAM([])
+    with pytest.raises(ValueError, match="nothing folds: level=2 was asked for"):
+        FOAM([nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4, 3, 2, 2))])
+
+
+def test_a_misspelt_option_is_refused_and_a_trainers_own_key_is_kept() -> None:
+    p = nn.Parameter(torch.zeros(2, 8))
+    with pytest.raises(ValueError, match="unknown option 'levle'; did you mean 'level'"):
+        FOAM([{"params": [p], "levle": 3}])
+    assert FOAM([{"params": [p], "lr_scale": 0.5, "initial_lr": 1.0}]).param_groups[0]["lr_scale"] == 0.5
+
+
+def test_sparse_gradients_are_refused_before_anything_moves() -> None:
+    table = nn.Embedding(9, 8, sparse=True)
+    w = nn.Parameter(numbers(3, 8).float())
+    opt = FOAM([{"params": [w], "level": 2}, {"params": table.parameters(), "level": 0}])
+    before = everything(opt)
+    (table(torch.tensor([1])).sum() + w.sum()).backward()
+    with pytest.raises(RuntimeError, match=r"cannot use sparse gradients .* sparse=False"):
+        opt.step()
+    assert same(before, everything(opt))
+    with pytest.raises(ValueError, match="cannot use the sparse gradients of '0': build it with sparse=False"):
+        param_groups(nn.Sequential(table, nn.Linear(8, 8)))
+
+
+def test_dropped_parameters_leave_no_state() -> None:
+    model = toy()
+    opt = FOAM(model, lr=0.1)
+    train(model, opt, 1)
+    opt.param_groups[0]["params"].pop()
+    train(model, opt, 1)
+    assert len(opt.state) == sum(len(g["params"]) for g in opt.param_groups)
+    assert opt.state_bytes() == allocated(opt)
+
+
+def test_a_group_of_another_rate_and_a_scalar_schedule() -> None:
+    # alpha multiplies the rate of folded groups only
+    def step(scale: float) -> tuple[float, float]:
+        matrix, vector = nn.Parameter(torch.zeros(2, 8)), nn.Parameter(torch.zeros(8))
+        opt = FOAM([matrix, vector], lr=0.1, scale=scale, weight_decay=0.0)
+        matrix.grad, vector.grad = torch.ones_like(matrix), torch.ones_like(vector)
+        opt.step()
+        return matrix[0, 0].item(), vector[0].item()
+
+    assert step(1.0) == pytest.approx((-0.1, -0.1)) and step(0.25) == pytest.approx((-0.025, -0.1))
