@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
@@ -35,9 +35,20 @@ def display(stream: TextIO | None = None, interval: float = INTERVAL) -> Iterato
     if not console.is_terminal:
         yield Plain(stream, interval)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[left]}"))
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        yield Live(progress)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bars(*columns, TextColumn("{task.fields[left]}"), console=console) as bars:
+        yield Live(bars)
+
+
+class Bars(Progress):
+    """Progress bars with a line of figures below."""
+
+    figures = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        if self.figures:
+            yield Text(self.figures)
 
 
 class Watch:
@@ -157,9 +168,9 @@ class Plain(Watch):
 class Live(Watch):
     """A progress bar with the newest figures under it; what happens scrolls by above."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, bars: Bars) -> None:
         super().__init__()
-        self.bars = progress
+        self.bars = bars
         self.tasks: dict[str, TaskID] = {}
 
     def say(self, text: str, style: str = "") -> None:
@@ -176,16 +187,17 @@ class Live(Watch):
 
     def train(self, event: Event) -> None:
         super().train(event)
-        self._bar("training", event["step"], self.facts["steps"], figures=self.line(), left=self.left())
+        self.bars.figures = self.line()
+        self._bar("training", event["step"], self.facts["steps"], self.left())
 
     def end(self, event: Event) -> None:
         self.bars.stop()
         super().end(event)
 
-    def _bar(self, name: str, done: int, total: int | None, **fields: Any) -> None:
+    def _bar(self, name: str, done: int, total: int | None, left: str = "") -> None:
         if name not in self.tasks:
-            self.tasks[name] = self.bars.add_task(name, figures="", left="")
-        self.bars.update(self.tasks[name], completed=done, total=total, **fields)
+            self.tasks[name] = self.bars.add_task(name, left="")
+        self.bars.update(self.tasks[name], completed=done, total=total, left=left)
 
 
 def _mb(size: float) -> str:

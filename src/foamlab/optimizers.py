@@ -137,6 +137,9 @@ class Routed(Optimizer):
             part.state = self.state
             part.param_groups, groups = groups[: len(part.param_groups)], groups[len(part.param_groups) :]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "parts": self.parts}
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step of every part."""
