@@ -205,7 +205,7 @@ def _hub(config: DataConfig, argument: str, progress: Progress) -> Source:
             raise
         except Exception as error:  # network, access, format: whatever the two libraries raise
             why = " ".join(str(error).split())[:300]
-            raise UserError(f"cannot stream {config.name}: {type(error).__name__}: {why}") from error
+            raise UserError(f"cannot stream {config.name}: check its name and the network ({why})") from error
 
     return Source(facts, read, 0, about)
 

@@ -211,10 +211,10 @@ def _build(folder: Path, about: dict[str, Any], source: Source, config: DataConf
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     with ExitStack() as stack:
         writers = {split: _Writer(folder, split, dtype, tokenizer.eos_id, stack) for split in SPLITS}
-        for piece, ids in _encode(tokenizer, documents, config.workers or os.cpu_count() or 1):
-            writers[piece.split].add(ids, piece.ends)
-            if piece.ends:
-                _report(progress, "tokens", distinct, source, tokens=sum(writer.end for writer in writers.values()))
+        for chunk in _encode(tokenizer, documents, config.workers or os.cpu_count() or 1):
+            for piece, ids in chunk:
+                writers[piece.split].add(ids, piece.ends)
+            _report(progress, distinct, source, sum(writer.end for writer in writers.values()))
     counts = distinct.counts
     if not counts["documents"]:
         aside = ", ".join(f"{number} {name}" for name, number in counts.items() if number)
@@ -238,11 +238,12 @@ def _build(folder: Path, about: dict[str, Any], source: Source, config: DataConf
             os.fsync(stream.fileno())
 
 
-def _report(progress: Progress, stage: str, distinct: _Distinct, source: Source, **more: int) -> None:
+def _report(progress: Progress, distinct: _Distinct, source: Source, tokens: int) -> None:
     """How far we are: of the documents asked for, of the bytes on disk, or unknown."""
     documents, size = distinct.counts["documents"], distinct.counts["bytes"]
     share = documents / distinct.limit if distinct.limit else size / source.size if source.size else None
-    progress({"stage": stage, "share": share and min(share, 1.0), "documents": documents, "bytes": size, **more})
+    share = share and min(share, 1.0)
+    progress({"stage": "tokens", "share": share, "documents": documents, "bytes": size, "tokens": tokens})
 
 
 def _tokenizer(
@@ -264,7 +265,9 @@ def _tokenizer(
     return tokenizer, chain(head, documents)
 
 
-def _encode(tokenizer: Tokenizer, documents: Iterable[_Piece], workers: int) -> Iterator[tuple[_Piece, np.ndarray]]:
+def _encode(
+    tokenizer: Tokenizer, documents: Iterable[_Piece], workers: int
+) -> Iterator[Iterable[tuple[_Piece, np.ndarray]]]:
     """Pieces in order with their ids, tokenized by `workers` threads (the tokenizers library lets Python's lock go)."""
     running: deque[tuple[list[_Piece], Future[list[np.ndarray]]]] = deque()
     with _parallel(False), ThreadPoolExecutor(workers) as pool:
@@ -272,9 +275,9 @@ def _encode(tokenizer: Tokenizer, documents: Iterable[_Piece], workers: int) -> 
             running.append((chunk, pool.submit(tokenizer.encode_many, [piece.text for piece in chunk])))
             if len(running) > 2 * workers:
                 done, ids = running.popleft()
-                yield from zip(done, ids.result())
+                yield zip(done, ids.result())
         for done, ids in running:
-            yield from zip(done, ids.result())
+            yield zip(done, ids.result())
 
 
 @contextmanager
