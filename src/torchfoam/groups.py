@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .budget import fit_levels, parse_bytes
 from .fold import Level, check_level
+from .options import check_options
 from .state import state_bytes
 
 # Last resort, where a module tells nothing (a bare parameter, or (name, tensor) pairs): what the parts of a dotted path
@@ -27,12 +28,6 @@ EMBEDDING_WORDS = ("*embed*", "wte", "wpe", "tok", "shared", "relative_attention
 TABLE_WORDS = ("*bias*", "*token", "*tokens", "pos", "pos_*", "*position*", "a_log")
 # ... and when they lead to an output head; a head stands outside the numbered stack of layers
 HEAD_WORDS = ("head", "*_head", "score", "classifier", "qa_outputs", "embed_out", "output_layer")
-
-# every per-group option of FOAM
-OPTIONS = (
-    "lr", "betas", "eps", "weight_decay", "level", "rule", "scale", "residual", "second_moment", "state", "stochastic",
-    "seed", "momentum", "nesterov", "adjust_lr", "maximize", "capturable",
-)  # fmt: skip
 
 # what is said of folded parameters alone, and what the others are instead: AdamW
 FOLDED_ONLY = ("level", "scale", "rule")
@@ -144,18 +139,6 @@ def _check_patterns(overrides: Mapping[str, Mapping[str, Any]], params: Sequence
             raise ValueError(
                 f"override pattern {pattern!r} sets {vain[0]}, but matches only vectors, which do not fold"
             )
-
-
-def check_options(given: Iterable[str], misspelt_only: bool = False) -> None:
-    """Raise ValueError for the first name that is not an option of FOAM, offering the nearest.
-
-    `misspelt_only` lets through what resembles none: schedulers and trainers keep keys of their own in groups.
-    """
-    for name in given:
-        near = get_close_matches(name, OPTIONS, n=1, cutoff=0.8 if misspelt_only else 0.5)
-        if name not in OPTIONS and (near or not misspelt_only):
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(OPTIONS)}"
-            raise ValueError(f"unknown option {name!r}; {hint}")
 
 
 def foldable(model: nn.Module) -> dict[str, bool]:

@@ -8,23 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from math import inf
-from numbers import Real
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .fold import check_level, residual_ratio
-from .groups import check_options, param_groups, split_by_shape
+from .fold import residual_ratio
+from .groups import param_groups, split_by_shape
 from .kernels import BACKENDS, Slot, choose
-from .rules import LR_ADJUSTMENTS, RULES, SECOND_MOMENTS, Hyper
-from .state import STATES, new_state
-
-FORMAT = 1  # version of the state dict; rises when an older one needs translating
-# a state dict that differs in one of these belongs to another algorithm: loading it is refused
-IDENTITY = ("rule", "level", "second_moment", "state")
+from .options import check, check_options, hyper
+from .saved import FORMAT, match
+from .state import new_state
 
 # The authors' recipe for pre-training, for FOAM(model, **PAPER): a base rate for embeddings, head and norms, a quarter
 # of it for the folded matrices (docs/choosing.md).
@@ -288,7 +283,7 @@ class FOAM(Optimizer):
         state_dict = dict(state_dict)
         for pre in list(self._optimizer_load_state_dict_pre_hooks.values()):
             state_dict = pre(self, state_dict) or state_dict
-        plan = self._check_state_dict(state_dict)
+        plan = match(self, state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             kept = {k: deepcopy(v) for k, v in saved.items() if k not in ("params", "param_names", "format")}
             if isinstance(lr := group["lr"], Tensor):  # CUDA graphs and compiled steps read this very tensor
@@ -303,97 +298,3 @@ class FOAM(Optimizer):
                 x.copy_(saved[name]) if saved else x.zero_()
         for post in list(self._optimizer_load_state_dict_post_hooks.values()):
             post(self)
-
-    def _check_state_dict(
-        self, state_dict: Mapping[str, Any]
-    ) -> list[tuple[Tensor, dict[str, Any], Mapping[str, Any]]]:
-        """Pair every parameter with its saved state, or raise ValueError naming both sides of the first difference."""
-        if not {"state", "param_groups"} <= set(state_dict) or not isinstance(state_dict["state"], Mapping):
-            raise ValueError(f"not an optimizer state dict: keys are {sorted(map(str, state_dict))}")
-        ours, theirs = self.param_groups, state_dict["param_groups"]
-        if len(ours) != len(theirs):
-            raise ValueError(f"the state dict has {len(theirs)} parameter groups, this optimizer has {len(ours)}")
-        plan: list[tuple[Tensor, dict[str, Any], Mapping[str, Any]]] = []
-        for k, (group, saved_group) in enumerate(zip(ours, theirs)):
-            where = f"group {k} ({group['name']})" if "name" in group else f"group {k}"
-            if not isinstance(saved_group, Mapping) or not isinstance(saved_group.get("params"), (list, tuple)):
-                raise ValueError(f"{where}: not a parameter group of a state dict: {saved_group!r:.80}")
-            if not isinstance(saved_group.get("format"), int):
-                raise ValueError(
-                    f"{where}: this is not a FOAM state dict (no `format`); "
-                    "to continue from torch.optim.AdamW use torchfoam.from_adamw"
-                )
-            if saved_group["format"] > FORMAT:
-                raise ValueError(
-                    f"{where}: written by a newer torchfoam (format {saved_group['format']}, this one reads {FORMAT})"
-                )
-            for key in IDENTITY:
-                if saved_group.get(key, self.defaults[key]) != group[key]:
-                    raise ValueError(
-                        f"{where}: saved with {key}={saved_group[key]!r}, this optimizer has {group[key]!r}"
-                    )
-            if len(saved_group["params"]) != len(group["params"]):
-                raise ValueError(
-                    f"{where}: saved with {len(saved_group['params'])} parameters, this one has {len(group['params'])}"
-                )
-            check({**group, **saved_group})
-            mine, names = group.get("param_names"), saved_group.get("param_names")
-            if mine and names and mine != names and sorted(mine) == sorted(names):
-                i = [a == b for a, b in zip(mine, names)].index(False)
-                raise ValueError(f"{where}, parameter {i}: saved as {names[i]!r}, this optimizer has {mine[i]!r} there")
-            for p, i in zip(group["params"], saved_group["params"]):
-                saved = state_dict["state"].get(i, {})
-                if not isinstance(saved, Mapping):
-                    raise ValueError(f"{where}, parameter {i}: the saved state is a {type(saved).__name__}")
-                want = new_state(p, group, device="meta")
-                if saved and set(saved) != set(want):
-                    raise ValueError(f"{where}, parameter {i}: saved state {sorted(saved)}, expected {sorted(want)}")
-                for name in want if saved else ():
-                    x = saved[name]
-                    if not isinstance(x, Tensor):
-                        raise ValueError(f"{where}, parameter {i}: {name} is a {type(x).__name__}, not a tensor")
-                    if x.shape != want[name].shape or x.dtype != want[name].dtype:
-                        raise ValueError(
-                            f"{where}, parameter {i}: {name} was saved as {x.dtype} {tuple(x.shape)}, "
-                            f"this optimizer has {want[name].dtype} {tuple(want[name].shape)}"
-                        )
-                plan.append((p, group, saved))
-        return plan
-
-
-def check(group: Mapping[str, Any]) -> None:
-    """Raise ValueError for hyperparameters that make no sense, naming the value."""
-    lr, betas = group["lr"], group["betas"]
-    if isinstance(lr, Tensor):
-        if lr.numel() != 1:
-            raise ValueError(f"lr must be a float or a tensor of one element, got shape {tuple(lr.shape)}")
-        lr = lr.item() if lr.device.type == "cpu" else 0.0  # reading it from a GPU would wait for it
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ValueError(f"betas must be two numbers, got {betas!r}")
-    below = {"lr": (lr, inf), "beta1": (betas[0], 1), "beta2": (betas[1], 1), "momentum": (group["momentum"], 1)}
-    below.update({name: (group[name], inf) for name in ("eps", "weight_decay", "scale", "residual")})
-    for name, (value, limit) in below.items():
-        if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < limit:
-            wanted = "in [0, 1)" if limit == 1 else "finite and >= 0"
-            raise ValueError(f"{name} must be a number {wanted}, got {value!r}")
-    if isinstance(group["seed"], bool) or not isinstance(group["seed"], int):
-        raise ValueError(f"seed must be an integer, got {group['seed']!r}")
-    check_level(group["level"])
-    choices = {"rule": tuple(RULES), "second_moment": SECOND_MOMENTS, "state": STATES, "adjust_lr": LR_ADJUSTMENTS}
-    for name, known in choices.items():
-        if group[name] not in known:
-            raise ValueError(f"unknown {name} {group[name]!r}; known: {', '.join(known)}")
-    if group["rule"] == "mini" and group["second_moment"] != "mean_square":
-        raise ValueError("cannot use second_moment='square_mean' with rule 'mini': it keeps the row's mean square")
-
-
-def hyper(group: Mapping[str, Any]) -> Hyper:
-    """The group's scalars, frozen for one step."""
-    beta1, beta2 = group["betas"]
-    lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
-    return Hyper(
-        lr=lr, beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"],
-        level=group["level"], scale=group["scale"], residual=group["residual"], second_moment=group["second_moment"],
-        maximize=group["maximize"], stochastic=group["stochastic"], seed=group["seed"],
-        momentum=group["momentum"], nesterov=group["nesterov"], adjust_lr=group["adjust_lr"],
-    )  # fmt: skip
