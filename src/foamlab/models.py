@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from .config import ModelConfig, UserError, known_name
@@ -137,7 +138,10 @@ def build(
         preset = MODELS[known_name(config.name, MODELS, "model preset or folder")]
         model = _random(preset.config(vocab_size or preset.vocab, sequence), device, dtype, seed)
     if config.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        # transformers renamed the method on its way to 6
+        name = "activation_checkpointing_enable"
+        enable = getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")
+        enable({"use_reentrant": False})
     return model.train()
 
 
@@ -176,7 +180,7 @@ def _folder(path: Path, vocab: int, sequence: int, device: str | torch.device, d
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
             path, **safe, use_safetensors=True, attn_implementation="sdpa", dtype=dtype
         )
-    except (OSError, ValueError, RuntimeError) as e:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as e:
         raise UserError(f"cannot load the model in {path}: {_line(e)}") from e
     model.config.use_cache = False  # type: ignore[union-attr]
     return model.to(device)
