@@ -234,7 +234,7 @@ def steps(params: list[nn.Parameter], opt: FOAM, first: int, last: int) -> list[
 
 
 def write() -> None:
-    """Make the stored file: `python tests/test_checkpoint_state.py write`. Once a format; older files stay as they are."""
+    """Make the stored file: `python tests/test_checkpoint_state.py write`. Once a format; older files stay."""
     stored = {}
     for name in OPTIONS:
         params, opt = problem(name)

@@ -1,0 +1,369 @@
+"""Which parameters fold, on real architectures and on hand-written ones; overrides; the three ways to build a FOAM."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from problems import Toy, toy, train
+from torchfoam import FOAM, PAPER, param_groups, routing_table
+from torchfoam.options import OPTIONS
+
+transformers = pytest.importorskip("transformers")
+
+DECODER = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 32, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+ENCODER = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32,
+    "max_position_embeddings": 16,
+}  # fmt: skip
+GPT2 = {
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "vocab_size": 32,
+    "n_positions": 16,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+VIT = {k: v for k, v in ENCODER.items() if "embed" not in k and "vocab" not in k} | {"image_size": 16, "patch_size": 8}
+
+ATTENTION = {f"self_attn.{x}_proj.weight" for x in "qkvo"}
+MLP = {f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")}
+EXPERTS = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+BERT = {
+    *(f"attention.self.{x}.weight" for x in ("query", "key", "value")),
+    "attention.output.dense.weight", "intermediate.dense.weight", "output.dense.weight",
+}  # fmt: skip
+GPT2_FOLDS = {f"{x}.weight" for x in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+T5_ATTENTION = {f"{x}.weight" for x in "qkvo"}
+
+# model class, its config's class and options -> what folds (names from the layer on), what is unfolded though not a
+# vector. Both must be complete.
+REAL: dict[str, tuple[str, str, dict[str, Any], set[str], set[str]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", DECODER, ATTENTION | MLP, {"model.embed_tokens", "lm_head"}),
+    "llama, tied": (
+        "LlamaForCausalLM", "LlamaConfig", DECODER | {"tie_word_embeddings": True}, ATTENTION | MLP,
+        {"model.embed_tokens"},
+    ),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", DECODER, ATTENTION | MLP, {"model.embed_tokens", "lm_head"}),
+    "qwen3 moe": (
+        "Qwen3MoeForCausalLM", "Qwen3MoeConfig",
+        DECODER | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8},
+        ATTENTION | EXPERTS | {"mlp.gate.weight"}, {"model.embed_tokens", "lm_head"},
+    ),
+    "mixtral": (
+        "MixtralForCausalLM", "MixtralConfig", DECODER | {"num_local_experts": 4},
+        ATTENTION | EXPERTS | {"mlp.gate.weight"}, {"model.embed_tokens", "lm_head"},
+    ),
+    "gpt-oss": (  # its experts have biases, 2-D for being stacked
+        "GptOssForCausalLM", "GptOssConfig", DECODER | {"num_local_experts": 4, "head_dim": 8},
+        ATTENTION | EXPERTS | {"mlp.router.weight"},
+        {"model.embed_tokens", "lm_head", *(f"model.layers.{i}.{x}_bias" for i in (0, 1) for x in EXPERTS)},
+    ),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2, GPT2_FOLDS, {"transformer.wte", "transformer.wpe"}),
+    "gpt2, classifier": (
+        "GPT2ForSequenceClassification", "GPT2Config", GPT2, GPT2_FOLDS,
+        {"transformer.wte", "transformer.wpe", "score"},
+    ),
+    "bert, classifier": (
+        "BertForSequenceClassification", "BertConfig", ENCODER, BERT | {"bert.pooler.dense.weight"},
+        {*(f"bert.embeddings.{x}_embeddings" for x in ("word", "position", "token_type")), "classifier"},
+    ),
+    "bert, masked": (
+        "BertForMaskedLM", "BertConfig", ENCODER, BERT | {"cls.predictions.transform.dense.weight"},
+        {f"bert.embeddings.{x}_embeddings" for x in ("word", "position", "token_type")},
+    ),
+    "roberta, classifier": (
+        "RobertaForSequenceClassification", "RobertaConfig", ENCODER, BERT,
+        {
+            *(f"roberta.embeddings.{x}_embeddings" for x in ("word", "position", "token_type")),
+            "classifier.dense", "classifier.out_proj",
+        },
+    ),
+    "deberta-v2, classifier": (
+        "DebertaV2ForSequenceClassification", "DebertaV2Config",
+        ENCODER | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 8},
+        {*(f"attention.self.{x}_proj.weight" for x in ("query", "key", "value", "pos_key", "pos_query"))}
+        | {x for x in BERT if "self" not in x} | {"pooler.dense.weight"},
+        {
+            "deberta.embeddings.word_embeddings", "deberta.embeddings.position_embeddings",
+            "deberta.encoder.rel_embeddings", "classifier",
+        },
+    ),
+    "t5": (
+        "T5ForConditionalGeneration", "T5Config",
+        {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2},
+        {*(f"SelfAttention.{x}" for x in T5_ATTENTION), *(f"EncDecAttention.{x}" for x in T5_ATTENTION),
+         "DenseReluDense.wi.weight", "DenseReluDense.wo.weight"},
+        {"shared", *(f"{x}.block.0.layer.0.SelfAttention.relative_attention_bias" for x in ("encoder", "decoder"))},
+    ),
+    "vit": (
+        "ViTForImageClassification", "ViTConfig", VIT,
+        {*(f"attention.{x}_proj.weight" for x in "qkvo"), "mlp.fc1.weight", "mlp.fc2.weight"},
+        {f"vit.embeddings.{x}" for x in ("cls_token", "position_embeddings", "patch_embeddings.projection")}
+        | {"classifier"},
+    ),
+    "mamba": (
+        "MambaForCausalLM", "MambaConfig",
+        {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "pad_token_id": 2},
+        {f"mixer.{x}_proj.weight" for x in ("in", "x", "dt", "out")},
+        {"backbone.embeddings", *(f"backbone.layers.{i}.mixer.{x}" for i in (0, 1) for x in ("A_log", "conv1d"))},
+    ),
+    "swin": (
+        "SwinForImageClassification", "SwinConfig",
+        {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4},
+        {*(f"attention.{x}_proj.weight" for x in "qkvo"), "mlp.fc1.weight", "mlp.fc2.weight",
+         "downsample.reduction.weight"},
+        {"swin.embeddings.patch_embeddings.projection", "classifier"}
+        | {
+            f"swin.encoder.layers.{i}.blocks.0.attention.relative_position_bias.relative_position_bias_table"
+            for i in (0, 1)
+        },
+    ),
+}  # fmt: skip
+
+
+def build(name: str) -> nn.Module:
+    model, config, options, *_ = REAL[name]
+    torch.manual_seed(0)
+    return getattr(transformers, model)(getattr(transformers, config)(**options))
+
+
+def split(groups: list[dict[str, Any]]) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    folded = {n: p for g in groups for n, p in g["params"] if g["level"] != 0}
+    return folded, {n: p for g in groups for n, p in g["params"] if g["level"] == 0}
+
+
+def from_the_layer_on(name: str) -> str:
+    """The name after the last number, where there is one."""
+    return re.split(r"\.\d+\.", name)[-1]
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_architectures(name: str) -> None:
+    model = build(name)
+    folded, unfolded = split(param_groups(model))
+    # every trainable parameter in exactly one group, tied ones once
+    assert sorted([*folded, *unfolded]) == sorted(n for n, _ in model.named_parameters())
+    assert len({id(p) for p in [*folded.values(), *unfolded.values()]}) == len(folded) + len(unfolded)
+    assert {from_the_layer_on(n) for n in folded} == REAL[name][3]
+    assert {n.removesuffix(".weight") for n, p in unfolded.items() if p.ndim >= 2} == REAL[name][4]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "gpt2", "bert, classifier", "t5", "qwen3 moe", "mamba"])
+def test_names_alone_say_the_same_on_real_architectures(name: str) -> None:
+    # FOAM(model.named_parameters()) has no modules to look at
+    model = build(name)
+    by_kind = {n for g in FOAM(model).param_groups if g["level"] != 0 for n in g["param_names"]}
+    opt = FOAM(model.named_parameters())
+    by_name = {n for g in opt.param_groups if g["level"] != 0 for n in g["param_names"]}
+    kernels = {n for n, p in model.named_parameters() if "conv" in n}  # 3-D: nothing tells them from experts
+    assert by_name - kernels == by_kind
+
+
+def test_conv1d_of_gpt2_folds_along_its_output() -> None:
+    model = build("gpt2")
+    opt = FOAM(model, level="row")
+    weight = model.transformer.h[0].mlp.c_fc.weight  # (in, out)
+    assert weight.shape == (16, 64) and opt.state[weight]["m"].shape == (16, 1)
+
+
+def test_stacked_experts_fold() -> None:
+    model = build("qwen3 moe")
+    opt = FOAM(model, level=2)
+    experts = model.model.layers[0].mlp.experts.gate_up_proj
+    assert experts.ndim == 3 and opt.state[experts]["m"].shape == (*experts.shape[:2], experts.shape[2] // 4)
+
+
+# ---------------------------------------------------------------------- models written by hand
+
+
+class Attention(nn.Module):
+    """Parts with the names of heads and embeddings inside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8, bias=False)
+        self.score = nn.Linear(8, 8, bias=False)
+        self.embed_out = nn.Linear(8, 8, bias=False)
+        self.experts = nn.Parameter(torch.ones(2, 8, 8))
+
+
+class Written(nn.Module):
+    """As people write them: a bare position table, a stack in nn.Sequential, a head called `output`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(32, 8)
+        self.pos = nn.Parameter(torch.zeros(16, 8))
+        self.class_token = nn.Parameter(torch.zeros(1, 1, 8))
+        self.patches = nn.Conv2d(3, 8, 2)
+        self.blocks = nn.Sequential(Attention(), Attention())
+        self.output = nn.Linear(8, 32, bias=False)
+
+
+HAND: dict[str, tuple[nn.Module, set[str]]] = {
+    "toy": (Toy(), {"up.weight", "down.weight", "dead.weight"}),
+    "mlp": (
+        nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)),
+        {"0.weight", "2.weight", "4.weight"},
+    ),
+    "language model in a row": (nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 8), nn.Linear(8, 32)), {"1.weight"}),
+    "written": (
+        Written(),
+        {f"blocks.{i}.{x}" for i in (0, 1) for x in ("head.weight", "score.weight", "embed_out.weight", "experts")},
+    ),
+    "wrapped": (nn.Sequential(Written()), {f"0.{x}" for x in split(param_groups(Written()))[0]}),
+    "attention": (nn.MultiheadAttention(8, 2), {"in_proj_weight", "out_proj.weight"}),
+    "attention with biases": (
+        nn.MultiheadAttention(8, 2, add_bias_kv=True, kdim=4),
+        {"q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"},
+    ),
+    "encoder": (
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1),
+        {f"layers.0.{x}" for x in ("self_attn.in_proj_weight", "self_attn.out_proj.weight")}
+        | {"layers.0.linear1.weight", "layers.0.linear2.weight"},
+    ),
+    "lstm": (nn.LSTM(8, 4), {"weight_ih_l0", "weight_hh_l0"}),
+    "classifier head of layers": (
+        nn.ModuleDict({"body": nn.Linear(8, 8), "classifier": nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))}),
+        {"body.weight"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HAND)
+def test_hand_written_models(name: str) -> None:
+    model, expected = HAND[name]
+    folded, unfolded = split(param_groups(model))
+    assert set(folded) == expected
+    assert len(folded) + len(unfolded) == len(list(model.parameters()))
+
+
+def test_a_head_tied_to_an_embedding_is_one_unfolded_parameter() -> None:
+    folded, unfolded = split(param_groups(toy()))
+    assert "embed.weight" in unfolded and not {"lm_head.weight", "embed.weight"} & set(folded)
+
+
+def test_frozen_parameters_are_in_no_group() -> None:
+    model = toy()
+    model.up.requires_grad_(False)
+    names = {n for g in param_groups(model) for n, _ in g["params"]}
+    assert names == {n for n, _ in model.named_parameters()} - {"up.weight", "up.bias"}
+
+
+@pytest.mark.parametrize("model", [nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), nn.Embedding(5, 4)])
+def test_nothing_folds_is_an_error(model: nn.Module) -> None:
+    with pytest.raises(ValueError, match=f"nothing folds in {type(model).__name__}: .*level=0 .*overrides"):
+        FOAM(model)
+    assert all(g["level"] == 0 for g in FOAM(model, level=0).param_groups)
+
+
+# ---------------------------------------------------------------------- options and overrides
+
+
+def test_scale_is_for_what_folds_and_the_rest_for_all() -> None:
+    groups = param_groups(toy(), level=3, scale=0.25, weight_decay=0.5, state="bfloat16")
+    assert [(g["name"], g["level"], g["scale"], g["weight_decay"], g["state"]) for g in groups] == [
+        ("folded", 3, 0.25, 0.5, "bfloat16"),
+        ("unfolded", 0, 1.0, 0.5, "bfloat16"),
+    ]
+
+
+def test_the_first_matching_pattern_wins() -> None:
+    overrides = {
+        "up.*": {"level": 3, "lr": 0.5},
+        "*p.weight": {"level": 4},
+        "embed*": {"level": "row"},
+        "d*": {"level": 0},
+    }
+    groups = param_groups(toy(), overrides=overrides, scale=0.25)
+    at = {n: (g["level"], g["scale"], g.get("lr")) for g in groups for n, _ in g["params"]}
+    opt = FOAM(param_groups(toy(), overrides=overrides, scale=0.25))
+    assert at["up.weight"] == (3, 0.25, 0.5)
+    assert at["up.bias"] == (0, 1.0, 0.5)  # a vector does not fold, whatever the pattern says of matrices
+    assert at["embed.weight"] == ("row", 1.0, None)
+    assert at["down.weight"] == (4, 0.25, None) and at["dead.weight"] == (0, 0.25, None)
+    assert sum(len(g["params"]) for g in opt.param_groups) == len(list(toy().parameters()))
+    assert "folded embed*" in routing_table(opt) and "unfolded d*" in routing_table(opt)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"*.upp.*": {"level": 3}}, r"'\*\.upp\.\*' matches no trainable parameter; nearest: .*up\.weight"),
+        ({"up": {"level": 3}}, "override pattern 'up' matches no trainable parameter; nearest: .*up"),
+        ({"*bias": {"level": 3}}, r"'\*bias' sets level, but matches only vectors, which do not fold"),
+        ({"up.*": {"levle": 3}}, "unknown option 'levle'; did you mean 'level'"),
+        ({"up.*": {"level": -3}}, "level must be"),
+    ],
+    ids=str,
+)
+def test_overrides_without_effect_are_errors(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FOAM(param_groups(toy(), overrides=overrides))
+
+
+def test_overrides_may_fold_what_would_not() -> None:
+    groups = param_groups(nn.Conv2d(3, 8, 3), overrides={"weight": {"level": 1}})
+    assert [(g["name"], g["level"]) for g in groups] == [("folded weight", 1), ("unfolded", 0)]
+
+
+def test_unknown_options_are_errors() -> None:
+    with pytest.raises(ValueError, match="unknown option 'momentun'; did you mean 'momentum'"):
+        param_groups(toy(), momentun=0.9)
+    with pytest.raises(ValueError, match="unknown option 'xyz'; known: lr, betas"):
+        param_groups(toy(), xyz=1)
+
+
+def test_the_list_of_options_is_foams_own() -> None:
+    assert set(OPTIONS) == set(FOAM(toy()).param_groups[0]) - {"params", "param_names", "name", "format"}
+
+
+# ---------------------------------------------------------------------- the three ways to build one
+
+
+def test_a_module_named_parameters_or_parameters() -> None:
+    model = toy()
+    folded = [{n for n, p in model.named_parameters() if any(p is q for q in o.param_groups[0]["params"])} for o in (
+        FOAM(model), FOAM(model.named_parameters()), FOAM(model.parameters()),
+    )]  # fmt: skip
+    matrices = {"up.weight", "down.weight", "dead.weight"}
+    assert folded == [matrices, matrices, matrices | {"embed.weight"}]  # tensors alone: every matrix folds
+
+
+def test_groups_are_taken_as_they_say() -> None:
+    model = toy()
+    # trainers make groups by weight decay: each is split, and keeps what it says
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    opt = FOAM([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], level=3)
+    assert [(g["level"], g["weight_decay"]) for g in opt.param_groups] == [(3, 0.1), (0, 0.0)]
+    # a group that states its level is left alone, vectors and all
+    opt = FOAM([{"params": model.parameters(), "level": 1}])
+    assert [g["level"] for g in opt.param_groups] == [1]
+    assert FOAM(model.parameters(), level=0).param_groups[0]["level"] == 0
+
+
+def test_the_papers_recipe() -> None:
+    groups = FOAM(toy(), **PAPER).param_groups
+    assert [(g["lr"], g["scale"], g["level"]) for g in groups] == [(0.01, 0.25, 2), (0.01, 1.0, 0)]
+
+
+def test_the_routing_table_tells_all() -> None:
+    model = toy()
+    opt = FOAM(model, state="bfloat16")
+    train(model, opt, 1)
+    header, *rows, total = routing_table(opt).splitlines()
+    assert header.split()[:4] == ["group", "rule", "level", "state"] and len(rows) == 2
+    assert rows[0].startswith("folded    adam  2") and "up.weight, down.weight, dead.weight" in rows[0]
+    assert rows[1].startswith("unfolded  adam  0") and "..." in rows[1]
+    assert total.startswith("total") and f"{opt.state_bytes():,}" in total
+    assert f"{sum(p.numel() for p in model.parameters()):,}" in total
