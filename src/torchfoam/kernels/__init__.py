@@ -6,6 +6,8 @@ signature, `update(slots, h, rule)`; the eager one is the plain-torch twin that 
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -34,10 +36,11 @@ class Backend:
     update: Callable[[Sequence[Slot], Hyper, str], None]
 
 
-from . import eager, triton  # noqa: E402  (the entries need the types above)
+from . import cpu, eager, triton  # noqa: E402  (the entries need the types above)
 
 BACKENDS: dict[str, Backend] = {
     "eager": Backend("eager", eager.unavailable, eager.refuses, eager.update),
+    "cpu": Backend("cpu", cpu.unavailable, cpu.refuses, cpu.update),
     "triton": Backend("triton", triton.unavailable, triton.refuses, triton.update),
 }
 
@@ -52,7 +55,10 @@ def backends() -> dict[str, str]:
 
 
 def choose(name: str | None, p: Tensor, group: dict[str, object]) -> Backend:
-    """The backend for one parameter: the named one, or a ValueError with the reason; None takes the fastest."""
+    """The backend for one parameter: the named one, or a ValueError with the reason; None takes the fastest.
+
+    A warning, once a process, says what a faster one that would take the parameter lacks.
+    """
     if name is not None:
         if name not in BACKENDS:
             raise ValueError(f"unknown backend {name!r}; known: {', '.join(BACKENDS)}")
@@ -61,6 +67,13 @@ def choose(name: str | None, p: Tensor, group: dict[str, object]) -> Backend:
             raise ValueError(f"backend {name!r} cannot be used: {reason}")
         return backend
     for backend in reversed(BACKENDS.values()):
-        if backend.refuses(p, group) is None and backend.unavailable() is None:
-            return backend
+        if backend.refuses(p, group) is None:
+            if (reason := backend.unavailable()) is None:
+                return backend
+            _warn_once(backend.name, reason)
     raise AssertionError("the eager backend takes everything")
+
+
+@functools.cache
+def _warn_once(name: str, reason: str) -> None:
+    warnings.warn(f"torchfoam steps without its {name!r} backend, several times slower: {reason}", stacklevel=2)

@@ -1,0 +1,498 @@
+/* The adam rule, fused: one pass over p and g, in float32, whatever the storage. Called from cpu.py.
+
+       m <- beta1 m + (1 - beta1) fold(g)
+       v <- beta2 v + (1 - beta2) fold(g^2)                                (or fold(g)^2)
+       M  = unfold(m) + rho r,   V = unfold(v) + rho^2 r^2,   r = g - unfold(fold(g))
+       p <- (1 - lr wd) p - lr alpha (M / (1 - beta1^t)) / (sqrt(V / (1 - beta2^t)) + eps)
+
+   The bias corrections are moved into two constants, so that what is left per weight is one root and one quotient:
+
+       p <- decay p - (2a M) / (2 sqrt(V) + 2e),   a = lr alpha sqrt(1 - beta2^t) / (1 - beta1^t),  e = eps sqrt(1 - beta2^t)
+
+   Layout. A vector holds N floats. N blocks of B are taken at once: their B N weights are summed by a tree of pairwise
+   adds whose result is one vector of N block sums in order, so m and v are read, changed and written N at a time,
+   and spread back over the weights while g is still in the first-level cache. Blocks that do not come in such runs
+   (ragged ends, odd lengths, left-overs) are packed into the same shape first. Blocks above SHORT are taken one by one;
+   those of HUGE or more are cut into segments that threads share.
+
+   Every lane's arithmetic depends on its own block only, and every sum has one order, so the result does not depend on
+   the number of threads. Letters: see fold.py. */
+
+#include <math.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+
+/* BUFFER: what one stretch of narrow storage is opened into, TILE floats or N of the longest short blocks */
+enum { SHORT = 256, TILE = 2048, BUFFER = 16 * SHORT, ITEM = 1 << 16, SEGMENT = 1 << 18, HUGE_BLOCK = 1 << 19 };
+
+/* ------------------------------------------------------------------ vectors of N floats */
+
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+#include <immintrin.h>
+enum { N = 16 };
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include <immintrin.h>
+enum { N = 8 };
+#else
+enum { N = 4 };
+#endif
+typedef float vf __attribute__((vector_size(4 * N)));
+typedef int32_t vi __attribute__((vector_size(4 * N)));
+typedef uint32_t vu __attribute__((vector_size(4 * N)));
+typedef uint16_t vh __attribute__((vector_size(2 * N)));
+
+INLINE vf load(const float *x) { vf y; memcpy(&y, x, sizeof y); return y; }
+INLINE void store(float *x, vf y) { memcpy(x, &y, sizeof y); }
+INLINE vf all(float x) { return x - (vf){0}; }
+INLINE vu iota(void) { vu x; for (int i = 0; i < N; i++) x[i] = i; return x; }
+
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+
+INLINE vf even(vf a, vf b) { return _mm512_permutex2var_ps(a, (__m512i)(iota() * 2), b); }
+INLINE vf odd(vf a, vf b) { return _mm512_permutex2var_ps(a, (__m512i)(iota() * 2 + 1), b); }
+INLINE vf permute(vf x, vu lanes) { return _mm512_permutexvar_ps((__m512i)lanes, x); }
+INLINE vf from_half(vh x) { return _mm512_cvtph_ps((__m256i)x); }
+INLINE vh to_half(vf x) { return (vh)_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
+
+/* M / (2 sqrt(V) + e2). The root and the quotient start from 14-bit estimates and take one Newton step each (relative error
+   2^-28 before rounding): three times faster than the exact instructions, which serve the lanes where V is 0, denormal,
+   infinite or NaN, for those must end as in plain arithmetic. */
+INLINE vf quotient(vf M, vf V, float e2, int exact) {
+    vf y = _mm512_rsqrt14_ps(V), s = V * y;
+    vf d = _mm512_fmadd_ps(y, _mm512_fnmadd_ps(s, s, V), _mm512_fmadd_ps(s, all(2), all(e2)));
+    vf x = _mm512_rcp14_ps(d), u = M * x;
+    u = _mm512_fmadd_ps(u, _mm512_fnmadd_ps(d, x, all(1)), u);
+    __mmask16 special = _mm512_fpclass_ps_mask(V, 0xff);
+    if (__builtin_expect(special | exact, 0))
+        u = _mm512_mask_div_ps(u, exact ? 0xffff : special, M, _mm512_sqrt_ps(V) * 2 + e2);
+    return u;
+}
+
+#else
+
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+
+INLINE vf in_order(vf x) { return (vf)_mm256_permute4x64_pd((__m256d)x, 0xd8); }
+INLINE vf even(vf a, vf b) { return in_order(_mm256_shuffle_ps(a, b, 0x88)); }
+INLINE vf odd(vf a, vf b) { return in_order(_mm256_shuffle_ps(a, b, 0xdd)); }
+INLINE vf permute(vf x, vu lanes) { return _mm256_permutevar8x32_ps(x, (__m256i)lanes); }
+INLINE vf from_half(vh x) { return _mm256_cvtph_ps((__m128i)x); }
+INLINE vh to_half(vf x) { return (vh)_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
+INLINE vf root(vf x) { return _mm256_sqrt_ps(x); }
+
+#else
+
+INLINE vf even(vf a, vf b) { return (vf){a[0], a[2], b[0], b[2]}; }
+INLINE vf odd(vf a, vf b) { return (vf){a[1], a[3], b[1], b[3]}; }
+INLINE vf permute(vf x, vu lanes) { return (vf){x[lanes[0]], x[lanes[1]], x[lanes[2]], x[lanes[3]]}; }
+INLINE vf root(vf x) { for (int i = 0; i < N; i++) x[i] = sqrtf(x[i]); return x; }
+INLINE vf from_half(vh x) { vf y; for (int i = 0; i < N; i++) { _Float16 h; memcpy(&h, (uint16_t *)&x + i, 2); y[i] = h; } return y; }
+INLINE vh to_half(vf x) { vh y; for (int i = 0; i < N; i++) { _Float16 h = x[i]; memcpy((uint16_t *)&y + i, &h, 2); } return y; }
+
+#endif
+
+/* M / (2 sqrt(V) + e2) */
+INLINE vf quotient(vf M, vf V, float e2, int exact) { (void)exact; return M / (root(V) * 2 + e2); }
+
+#endif
+
+/* ------------------------------------------------------------------ storage */
+
+enum { FLOAT32, BFLOAT16, FLOAT16 };
+
+typedef struct { void *data; int dtype, stochastic; uint32_t key; } Array;
+
+/* lowbias32, as in quant.py */
+INLINE vu mix(vu x) {
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    return x ^ (x >> 16);
+}
+static uint32_t mix1(uint32_t x) { return mix((vu){0} + x)[0]; }
+
+/* To bfloat16: bits + noise, then the low half falls away: up with probability proportional to the distance. To nearest:
+   half a unit in place of the noise, ties to even. Infinity has no low half to carry from; NaN becomes one that has none. */
+INLINE vh to_bfloat16(vf x, const int stochastic, uint32_t key, uint64_t element) {
+    vu nan = (vu)(x != x), bits = ((vu)x & ~nan) | (nan & 0x7fc00000u);
+    if (stochastic) bits += mix((iota() + (uint32_t)element) ^ key) & 0xffffu;
+    else bits += ((bits >> 16) & 1) + 0x7fffu;
+    return __builtin_convertvector(bits >> 16, vh);
+}
+INLINE vf from_bfloat16(vh x) { return (vf)(__builtin_convertvector(x, vu) << 16); }
+
+INLINE void widen(float *out, const uint16_t *x, long n, const int half) {
+    long i = 0;
+    vh y;
+    for (; i + N <= n; i += N) memcpy(&y, x + i, sizeof y), store(out + i, half ? from_half(y) : from_bfloat16(y));
+    if (i == n) return;
+    uint16_t rest[N] = {0};
+    float z[N];
+    memcpy(rest, x + i, 2 * (n - i)), memcpy(&y, rest, sizeof y);
+    store(z, half ? from_half(y) : from_bfloat16(y));
+    memcpy(out + i, z, 4 * (n - i));
+}
+
+INLINE void narrow(uint16_t *out, const float *x, long n, const int half, const int stochastic, uint32_t key, long at) {
+    long i = 0;
+    for (; i + N <= n; i += N) {
+        vh y = half ? to_half(load(x + i)) : to_bfloat16(load(x + i), stochastic, key, at + i);
+        memcpy(out + i, &y, sizeof y);
+    }
+    if (i == n) return;
+    float rest[N] = {0};
+    memcpy(rest, x + i, 4 * (n - i));
+    vh y = half ? to_half(load(rest)) : to_bfloat16(load(rest), stochastic, key, at + i);
+    memcpy(out + i, &y, 2 * (n - i));
+}
+
+static void widen_all(float *out, const uint16_t *x, long n, int dtype) {
+    if (dtype == FLOAT16) widen(out, x, n, 1);
+    else widen(out, x, n, 0);
+}
+static void narrow_all(const Array *a, long at, long n, const float *x) {
+    uint16_t *out = (uint16_t *)a->data + at;
+    if (a->dtype == FLOAT16) narrow(out, x, n, 1, 0, 0, at);
+    else if (a->stochastic) narrow(out, x, n, 0, 1, a->key, at);
+    else narrow(out, x, n, 0, 0, 0, at);
+}
+
+/* n numbers of `a` from `at` on, as floats in `buffer` */
+static void copy_in(const Array *a, long at, long n, float *buffer) {
+    if (a->dtype == FLOAT32) memcpy(buffer, (float *)a->data + at, 4 * n);
+    else widen_all(buffer, (uint16_t *)a->data + at, n, a->dtype);
+}
+static void copy_out(const Array *a, long at, long n, const float *buffer) {
+    if (a->dtype == FLOAT32) memcpy((float *)a->data + at, buffer, 4 * n);
+    else narrow_all(a, at, n, buffer);
+}
+/* the same without copying where the storage is float32 already */
+static float *view(const Array *a, long at, long n, float *buffer) {
+    if (a->dtype == FLOAT32) return (float *)a->data + at;
+    copy_in(a, at, n, buffer);
+    return buffer;
+}
+static void unview(const Array *a, long at, long n, const float *x) {
+    if (a->dtype != FLOAT32) narrow_all(a, at, n, x);
+}
+
+/* ------------------------------------------------------------------ the rule */
+
+typedef struct {
+    float w1, beta1, w2, beta2; /* 1 - beta, beta */
+    float sign, rho, rho_sign;  /* sign: -1 to maximize */
+    float a2, e2, decay;        /* 2a, 2e, 1 - lr wd */
+    int mean_square, keep, exact;
+} Rule;
+
+/* m <- beta1 m + (1 - beta1) f, in the form that torch's lerp takes on either side of one half */
+INLINE vf first(vf m, vf f, const Rule *k) {
+    return k->keep ? m + (f - m) * k->w1 : f - (f - m) * k->beta1;
+}
+/* v <- beta2 v + (1 - beta2) s */
+INLINE vf second(vf v, vf s, const Rule *k) { return v * k->beta2 + s * k->w2; }
+
+/* p <- decay p - 2a M / (2 sqrt(V) + 2e), with M2 = 2a M */
+INLINE vf moved(vf p, vf M2, vf V, const Rule *k) { return p * k->decay - quotient(M2, V, k->e2, k->exact); }
+
+/* The same from what is spread over a block: fr = rho fold(g), m2 = 2a m, and v */
+INLINE vf weight(vf p, vf g, vf fr, vf m2, vf v, const Rule *k) {
+    vf r = g * k->rho_sign - fr; /* rho r */
+    return moved(p, r * k->a2 + m2, r * r + v, k);
+}
+
+/* `count` times N blocks of B; lane i of `inv` is one over the true length of block i */
+INLINE void blocks(const int B, float *p, const float *g, float *m, float *v, long count, vf inv, const Rule *k) {
+    const int P = B < N ? B : N; /* vectors left to add up when no block spans more than one */
+    for (; count--; p += N * B, g += N * B, m += N, v += N) {
+        vf s[N], q[N];
+        /* sums of g and of g^2: first along the vectors of a block, then pairwise across */
+        if (B < N) {
+#pragma GCC unroll 16
+            for (int j = 0; j < P / 2; j++) {
+                vf a = load(g + 2 * j * N), b = load(g + (2 * j + 1) * N), x = even(a, b), y = odd(a, b);
+                s[j] = x + y, q[j] = x * x + y * y;
+            }
+        } else {
+#pragma GCC unroll 16
+            for (int j = 0; j < P; j++) {
+                s[j] = load(g + j * B), q[j] = s[j] * s[j];
+                for (int i = N; i < B; i += N) { vf x = load(g + j * B + i); s[j] += x, q[j] += x * x; }
+            }
+        }
+#pragma GCC unroll 4
+        for (int w = B < N ? P / 4 : P / 2; w > 0; w /= 2)
+#pragma GCC unroll 16
+            for (int j = 0; j < w; j++) {
+                s[j] = even(s[2 * j], s[2 * j + 1]) + odd(s[2 * j], s[2 * j + 1]);
+                q[j] = even(q[2 * j], q[2 * j + 1]) + odd(q[2 * j], q[2 * j + 1]);
+            }
+        vf f = B == 1 ? load(g) * k->sign : s[0] * inv * k->sign;
+        vf sq = B == 1 || !k->mean_square ? f * f : q[0] * inv;
+        vf m_ = first(load(m), f, k), v_ = second(load(v), sq, k);
+        store(m, m_), store(v, v_);
+        if (B == 1) {
+            store(p, moved(load(p), m_ * k->a2, v_, k));
+            continue;
+        }
+        vf fr = f * k->rho, m2 = m_ * k->a2;
+        if (B < N) {
+#pragma GCC unroll 16
+            for (int j = 0; j < P; j++) {
+                vu lanes = (iota() + j * N) / B;
+                float *pj = p + j * N;
+                store(pj, weight(load(pj), load(g + j * N), permute(fr, lanes), permute(m2, lanes), permute(v_, lanes), k));
+            }
+        } else {
+            _Alignas(64) float x[3][N];
+            store(x[0], fr), store(x[1], m2), store(x[2], v_);
+            for (int j = 0; j < N; j++) {
+                vf a = all(x[0][j]), b = all(x[1][j]), c = all(x[2][j]);
+                for (int i = j * B; i < j * B + B; i += N) store(p + i, weight(load(p + i), load(g + i), a, b, c, k));
+            }
+        }
+    }
+}
+
+static void blocks_of(int B, float *p, const float *g, float *m, float *v, long count, vf inv, const Rule *k) {
+    switch (B) {
+#define CASE(B) case B: blocks(B, p, g, m, v, count, inv, k); break;
+        CASE(1) CASE(2) CASE(4) CASE(8) CASE(16) CASE(32) CASE(64) CASE(128) CASE(256)
+#undef CASE
+    }
+}
+
+/* sum of n numbers and of their squares, added to sum[0] and sum[1]; g is padded with zeros to a multiple of N */
+static void sums(const float *g, long n, double *sum) {
+    vf s[4] = {{0}}, q[4] = {{0}};
+    long i = 0;
+    for (; i + 4 * N <= n; i += 4 * N)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) { vf x = load(g + i + j * N); s[j] += x, q[j] += x * x; }
+    for (; i < n; i += N) { vf x = load(g + i); s[0] += x, q[0] += x * x; }
+    s[0] = (s[0] + s[1]) + (s[2] + s[3]), q[0] = (q[0] + q[1]) + (q[2] + q[3]);
+    double a = 0, b = 0;
+    for (int j = 0; j < N; j++) a += s[0][j], b += q[0][j];
+    sum[0] += a, sum[1] += b;
+}
+
+/* ------------------------------------------------------------------ tensors, and how they are cut */
+
+typedef struct {
+    void *p, *g, *m, *v;
+    const float *step;
+    int64_t rows, columns, block; /* block <= columns */
+    int64_t dtypes;               /* of p, g and the moments: 4 bits each, from below */
+    int64_t number;               /* seeds the rounding noise */
+} Task;
+
+typedef struct {
+    double lr, beta1, beta2, eps, weight_decay, scale, rho;
+    int64_t mean_square, maximize, stochastic, seed;
+} Hyper;
+
+typedef struct { Array p, g, m, v; long C, B, W, count; Rule k; } Tensor;
+
+static void tensor_of(const Task *t, const Hyper *h, Tensor *out) {
+    double step = *t->step, c1 = 1 - pow(h->beta1, step), c2 = sqrt(1 - pow(h->beta2, step));
+    double sign = h->maximize ? -1 : 1;
+    out->C = t->columns, out->B = t->block, out->W = (t->columns + t->block - 1) / t->block;
+    out->count = t->rows * out->W;
+    out->k = (Rule){
+        .w1 = 1 - h->beta1, .beta1 = h->beta1, .w2 = 1 - h->beta2, .beta2 = h->beta2, .keep = 1 - h->beta1 < 0.5,
+        .sign = sign, .rho = h->rho, .rho_sign = h->rho * sign, .mean_square = h->mean_square,
+        .a2 = 2 * h->lr * h->scale * c2 / c1, .e2 = 2 * h->eps * c2, .decay = 1 - h->lr * h->weight_decay,
+        .exact = h->eps > 1e15, /* the quotient's estimate would be denormal */
+    };
+    uint32_t key = mix1(mix1(h->seed) ^ (uint32_t)(int64_t)step);
+    void *data[] = {t->p, t->m, t->v, t->g};
+    Array *arrays[] = {&out->p, &out->m, &out->v, &out->g};
+    for (int i = 0; i < 4; i++) {
+        int shift = i == 0 ? 0 : i == 3 ? 4 : 8;
+        *arrays[i] = (Array){data[i], t->dtypes >> shift & 15, h->stochastic, mix1(key ^ (uint32_t)(4 * t->number + i))};
+    }
+}
+
+static long begin_of(const Tensor *t, long b) { return b / t->W * t->C + b % t->W * t->B; }
+static long length_of(const Tensor *t, long b) { return MIN(t->B, t->C - b % t->W * t->B); }
+
+/* Up to N blocks, from anywhere, brought into the shape that blocks() takes */
+static void packed(const Tensor *t, int P, const long *which, int n) {
+    _Alignas(64) float p[N * SHORT], g[N * SHORT], m[N] = {0}, v[N] = {0}, inv[N] = {0};
+    memset(p, 0, 4 * N * P), memset(g, 0, 4 * N * P);
+    for (int i = 0; i < n; i++) {
+        long at = begin_of(t, which[i]), len = length_of(t, which[i]);
+        copy_in(&t->p, at, len, p + i * P), copy_in(&t->g, at, len, g + i * P);
+        copy_in(&t->m, which[i], 1, m + i), copy_in(&t->v, which[i], 1, v + i);
+        inv[i] = 1.0f / len;
+    }
+    blocks_of(P, p, g, m, v, 1, load(inv), &t->k);
+    for (int i = 0; i < n; i++) {
+        copy_out(&t->p, begin_of(t, which[i]), length_of(t, which[i]), p + i * P);
+        copy_out(&t->m, which[i], 1, m + i), copy_out(&t->v, which[i], 1, v + i);
+    }
+}
+
+/* Blocks b to end, none longer than SHORT */
+static void short_blocks(const Tensor *t, long b, long end) {
+    int P = 1, waiting = 0;
+    while (P < t->B) P *= 2;
+    const long whole = P != t->B ? 0 : t->C / t->B, step = N * P < TILE ? TILE / P : N;
+    _Alignas(64) float p[BUFFER], g[BUFFER], m[TILE], v[TILE];
+    long which[N];
+    while (b < end) {
+        /* how many whole blocks follow each other in memory */
+        long run = whole == t->W ? end - b : MIN(whole - b % t->W, end - b), n = MIN(run / N * N, step);
+        if (n > 0) {
+            long at = begin_of(t, b);
+            float *x = view(&t->p, at, n * P, p), *y = view(&t->g, at, n * P, g);
+            float *m_ = view(&t->m, b, n, m), *v_ = view(&t->v, b, n, v);
+            blocks_of(P, x, y, m_, v_, n / N, all(1.0f / P), &t->k);
+            unview(&t->p, at, n * P, x), unview(&t->m, b, n, m_), unview(&t->v, b, n, v_);
+            b += n;
+        } else {
+            which[waiting++] = b++;
+            if (waiting == N) packed(t, P, which, waiting), waiting = 0;
+        }
+    }
+    if (waiting) packed(t, P, which, waiting);
+}
+
+static void add_up(const Tensor *t, long at, long n, double *sum) {
+    _Alignas(64) float g[TILE];
+    for (long i = 0; i < n; i += TILE) {
+        long len = MIN(TILE, n - i);
+        if (len % N) copy_in(&t->g, at + i, len, g), memset(g + len, 0, 4 * (N - len % N));
+        sums(len % N ? g : view(&t->g, at + i, len, g), len, sum);
+    }
+}
+
+/* What a long block's weights share, once its sums are known: out = rho f, 2a m, v */
+static void long_moments(const Tensor *t, long b, const double *sum, float *out) {
+    const Rule *k = &t->k;
+    float m[N] = {0}, v[N] = {0};
+    double len = length_of(t, b);
+    copy_in(&t->m, b, 1, m), copy_in(&t->v, b, 1, v);
+    vf f = all((float)(sum[0] / len)) * k->sign, s = k->mean_square ? all((float)(sum[1] / len)) : f * f;
+    store(m, first(load(m), f, k)), store(v, second(load(v), s, k));
+    out[0] = f[0] * k->rho, out[1] = m[0] * k->a2, out[2] = v[0];
+    copy_out(&t->m, b, 1, m), copy_out(&t->v, b, 1, v);
+}
+
+static void long_weights(const Tensor *t, long at, long n, const float *x) {
+    _Alignas(64) float p[TILE], g[TILE];
+    for (long i = 0; i < n; i += TILE) {
+        long len = MIN(TILE, n - i), whole = len / N * N;
+        float *y = view(&t->p, at + i, whole, p), *z = view(&t->g, at + i, whole, g);
+        for (long j = 0; j < whole; j += N)
+            store(y + j, weight(load(y + j), load(z + j), all(x[0]), all(x[1]), all(x[2]), &t->k));
+        unview(&t->p, at + i, whole, y);
+        if (whole < len) {
+            float a[N] = {0}, c[N] = {0};
+            copy_in(&t->p, at + i + whole, len - whole, a), copy_in(&t->g, at + i + whole, len - whole, c);
+            store(a, weight(load(a), load(c), all(x[0]), all(x[1]), all(x[2]), &t->k));
+            copy_out(&t->p, at + i + whole, len - whole, a);
+        }
+    }
+}
+
+/* ------------------------------------------------------------------ threads */
+
+typedef struct { double sum[2]; float x[3]; } Partial;
+
+/* Item i of a pass is a stretch of blocks, or a segment of a huge one. Passes: 0 adds up huge blocks, 1 changes everything */
+typedef struct { const Task *tasks; long count; const Hyper *h; Partial *partials; int pass; atomic_long next; } Job;
+
+static int huge(const Task *t) { return t->block >= HUGE_BLOCK; }
+static long segments(const Task *t) { return (t->block + SEGMENT - 1) / SEGMENT; }
+static long stretch(const Task *t) { return t->block >= ITEM ? 1 : ITEM / t->block / N * N > 0 ? ITEM / t->block / N * N : 1; }
+static long blocks_in(const Task *t) { return t->rows * ((t->columns + t->block - 1) / t->block); }
+static long items(const Task *t, int pass) {
+    if (huge(t)) return blocks_in(t) * segments(t);
+    return pass == 0 ? 0 : (blocks_in(t) + stretch(t) - 1) / stretch(t);
+}
+
+static void item(const Task *task, const Tensor *t, long i, int pass, Partial *partials) {
+    if (huge(task)) {
+        long b = i / segments(task), from = i % segments(task) * SEGMENT, n = MIN(SEGMENT, length_of(t, b) - from);
+        if (n > 0 && pass == 0) add_up(t, begin_of(t, b) + from, n, partials[i].sum);
+        if (n > 0 && pass == 1) long_weights(t, begin_of(t, b) + from, n, partials[b * segments(task)].x);
+        return;
+    }
+    long b = i * stretch(task), end = MIN(b + stretch(task), t->count);
+    if (t->B <= SHORT) short_blocks(t, b, end);
+    else for (; b < end; b++) {
+        double sum[2] = {0};
+        float x[3];
+        add_up(t, begin_of(t, b), length_of(t, b), sum);
+        long_moments(t, b, sum, x);
+        long_weights(t, begin_of(t, b), length_of(t, b), x);
+    }
+}
+
+static void work(void *data) {
+    Job *job = data;
+    long at = -1, first = 0, past = 0, huge_before = 0; /* task `at` has items first to past - 1 */
+    Tensor t;
+    for (long i; (i = atomic_fetch_add(&job->next, 1)) >= 0;) {
+        while (i >= past) {
+            if (at >= 0 && huge(&job->tasks[at])) huge_before += items(&job->tasks[at], 0);
+            if (++at >= job->count) return;
+            first = past, past += items(&job->tasks[at], job->pass);
+            if (i < past) tensor_of(&job->tasks[at], job->h, &t);
+        }
+        item(&job->tasks[at], &t, i - first, job->pass, job->partials + huge_before);
+    }
+}
+
+/* Between the passes: the segments' sums, added in order, move m and v */
+static void join_segments(Job *job) {
+    Partial *partial = job->partials;
+    for (long i = 0; i < job->count; i++) {
+        Tensor t;
+        if (!huge(&job->tasks[i])) continue;
+        tensor_of(&job->tasks[i], job->h, &t);
+        for (long b = 0; b < t.count; b++, partial += segments(&job->tasks[i])) {
+            for (long j = 1; j < segments(&job->tasks[i]); j++)
+                partial->sum[0] += partial[j].sum[0], partial->sum[1] += partial[j].sum[1];
+            long_moments(&t, b, partial->sum, partial->x);
+        }
+    }
+}
+
+typedef struct { void (*function)(void *); void *data; } Call;
+static void *call(void *c) { ((Call *)c)->function(((Call *)c)->data); return NULL; }
+
+/* Stands in where torch brings no OpenMP runtime: the same signature as its GOMP_parallel */
+static void threads_parallel(void (*function)(void *), void *data, unsigned n, unsigned flags) {
+    pthread_t ids[64];
+    unsigned started = 0;
+    Call c = {function, data};
+    (void)flags;
+    while (started + 1 < MIN(n, 65) && pthread_create(&ids[started], NULL, call, &c) == 0) started++;
+    function(data);
+    while (started) pthread_join(ids[--started], NULL);
+}
+
+/* One step for `count` tensors. `parallel` is GOMP_parallel, or NULL. Returns 0, or 1 if memory ran out. */
+int foam_adam(const Task *tasks, long count, const Hyper *h, int threads,
+              void (*parallel)(void (*)(void *), void *, unsigned, unsigned)) {
+    Job job = {.tasks = tasks, .count = count, .h = h};
+    long total = 0, partials = 0;
+    for (long i = 0; i < count; i++) partials += items(&tasks[i], 0), total += items(&tasks[i], 1);
+    if (partials && !(job.partials = calloc(partials, sizeof *job.partials))) return 1;
+    for (job.pass = partials ? 0 : 1; job.pass < 2; job.pass++) {
+        unsigned n = MIN(threads, job.pass ? total : partials);
+        job.next = 0;
+        if (n > 1) (parallel ? parallel : threads_parallel)(work, &job, n, 0);
+        else work(&job);
+        if (job.pass == 0) join_segments(&job);
+    }
+    free(job.partials);
+    return 0;
+}

@@ -1,0 +1,209 @@
+"""The CPU backend: `cpu.c`, compiled for this machine on first use and called through data pointers.
+
+The library is built by the system's compiler (CC, cc, gcc or clang) into the user's cache, under a name made of the
+source, the compiler's version, the flags and the CPU, so nothing stale is ever loaded. It shares torch's own pool of
+threads. This room does no arithmetic and allocates nothing but one small table a step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..fold import block
+from ..rules import Hyper
+from ..state import moment_dtype
+
+if TYPE_CHECKING:
+    from . import Slot
+
+SOURCE = Path(__file__).with_name("cpu.c")
+# no -ffast-math: NaN and infinity must come out as they do from the eager rule
+FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
+CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the enum in cpu.c
+FIELDS = 10  # of the struct Task in cpu.c
+
+
+class Scalars(ctypes.Structure):
+    """The struct Hyper in cpu.c."""
+
+    _fields_ = [
+        (name, ctypes.c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "scale", "residual")
+    ]
+    _fields_ += [(name, ctypes.c_int64) for name in ("mean_square", "maximize", "stochastic", "seed")]
+
+
+# ---------------------------------------------------------------------- building
+
+
+def compiler() -> str | None:
+    """The system's C compiler: what CC names, else cc, gcc or clang."""
+    if named := os.environ.get("CC"):
+        return named
+    return next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+
+
+def cpu_features() -> str:
+    """Text that differs where -march=native may differ."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.platform() + platform.processor()
+    keys = ("flags", "Features", "model name", "CPU part", "cpu family", "model")
+    return "\n".join(sorted({line for line in lines if line.split("\t")[0].strip() in keys}))
+
+
+def _run(command: list[str]) -> str:
+    """Run a command and return what it printed; RuntimeError with its message if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeError(str(error)) from None
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip() or f"{command[0]} ended with code {done.returncode}")
+    return done.stdout
+
+
+def build(folder: Path | None = None, extra: Sequence[str] = ()) -> Path:
+    """Compile cpu.c, unless that was done before, and return the library's path.
+
+    Safe under several processes at once: each compiles to a file of its own and renames it into place.
+
+    Raises:
+        RuntimeError: there is no compiler, it failed (with its message), or the cache cannot be written.
+    """
+    name = compiler()
+    if name is None:
+        raise RuntimeError("no C compiler found; install gcc or clang (Debian: apt install gcc libc6-dev), or set CC")
+    command = name.split()
+    native = () if platform.machine() == "ppc64le" else ("-march=native",)
+    flags = [*FLAGS, *native, *extra]
+    key = "\0".join((SOURCE.read_text(), _run([*command, "--version"]), *command, *flags, cpu_features()))
+    cache = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchfoam"
+    path = cache / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
+    if path.exists():
+        return path
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as scratch:
+            made = Path(scratch) / path.name
+            _run([*command, *flags, str(SOURCE), "-o", str(made), "-lm"])
+            made.replace(path)
+    except OSError as error:
+        raise RuntimeError(f"cannot write to {cache}: {error.strerror}; set XDG_CACHE_HOME") from None
+    return path
+
+
+def load(path: Path) -> Callable[..., int]:
+    """The step function of a built library."""
+    function = ctypes.CDLL(str(path)).foam_adam
+    pointer = ctypes.c_void_p
+    function.argtypes = [pointer, ctypes.c_long, ctypes.POINTER(Scalars), ctypes.c_int, pointer]
+    function.restype = ctypes.c_int
+    return function  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _library() -> Callable[..., int] | str:
+    """The step function, or why there is none. Built on first use, once a process."""
+    try:
+        return load(build())
+    except (RuntimeError, OSError) as error:
+        return str(error)
+
+
+@functools.cache
+def torch_threads() -> int | None:
+    """Address of GOMP_parallel in the OpenMP runtime that torch itself uses, so that no second pool of threads fights
+    for the cores; None where there is none, and the kernel starts plain threads."""
+    if "backend: OpenMP" not in torch.__config__.parallel_info():
+        return None
+    try:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[-1] for line in maps if "omp" in line.rpartition("/")[2]}
+    home = str(Path(torch.__file__).parent.parent)
+    for path in sorted(paths, key=lambda path: (not path.startswith(home), path)):
+        try:
+            return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, ctypes.c_void_p).value
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+# ---------------------------------------------------------------------- the backend
+
+
+def unavailable() -> str | None:
+    found = _library()
+    return found if isinstance(found, str) else None
+
+
+def refuses(p: Tensor, group: dict[str, object]) -> str | None:
+    if group["rule"] != "adam":
+        return f"the CPU kernel has only the adam rule, not {group['rule']!r}"
+    if p.device.type != "cpu":
+        return f"the CPU kernel cannot reach a parameter on {p.device}"
+    if p.dtype not in CODES:
+        return f"the CPU kernel takes float32, bfloat16 and float16 parameters, not {p.dtype}"
+    if moment_dtype(p, str(group["state"])) not in CODES:
+        return f"the CPU kernel keeps float32, bfloat16 or float16 moments, not state={group['state']!r}"
+    return None
+
+
+def update(slots: Sequence[Slot], h: Hyper, rule: str) -> None:
+    """One step of the adam rule for every slot, in place, in one call."""
+    function = _library()
+    if isinstance(function, str):
+        raise RuntimeError(f"the CPU kernel cannot be used: {function}")
+    step(function, slots, h, torch.get_num_threads(), torch_threads())
+
+
+def step(function: Callable[..., int], slots: Sequence[Slot], h: Hyper, threads: int, parallel: int | None) -> None:
+    """`update` with everything it depends on as an argument."""
+    scalars = Scalars(
+        float(h.lr), h.beta1, h.beta2, h.eps, h.weight_decay, h.scale, h.residual,
+        h.second_moment == "mean_square", h.maximize, h.stochastic, h.seed & 0xFFFFFFFF,
+    )  # fmt: skip
+    table: list[int] = []
+    for slot in slots:
+        p, g, state, number = slot
+        m, v = state["m"], state["v"]
+        if not (p.is_contiguous() and g.is_contiguous() and m.is_contiguous() and v.is_contiguous()):
+            _step_by_copy(function, slot, h, threads, parallel)
+            continue
+        columns = p.shape[-1] if p.ndim else 1
+        dtypes = CODES[p.dtype] | CODES[g.dtype] << 4 | CODES[m.dtype] << 8
+        table += (
+            p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr(), state["step"].data_ptr(),
+            p.numel() // columns, columns, block(h.level, columns), dtypes, number,
+        )  # fmt: skip
+    tasks = array("q", table)
+    address, length = tasks.buffer_info()
+    if length and function(address, length // FIELDS, scalars, threads, parallel):
+        raise MemoryError("the CPU kernel could not allocate its partial sums")
+
+
+def _step_by_copy(function: Callable[..., int], slot: Slot, h: Hyper, threads: int, parallel: int | None) -> None:
+    """For tensors with gaps or another order of dimensions: the step on contiguous copies, one parameter at a time."""
+    kept = {"p": slot.p, "m": slot.state["m"], "v": slot.state["v"]}
+    flat = {name: x.contiguous() for name, x in kept.items()}
+    state = {"step": slot.state["step"], "m": flat["m"], "v": flat["v"]}
+    step(function, [slot._replace(p=flat["p"], g=slot.g.contiguous(), state=state)], h, threads, parallel)
+    for name, x in kept.items():
+        if flat[name] is not x:
+            x.copy_(flat[name])
