@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,7 @@ MARKERS = (("circle", "o"), ("square", "s"), ("diamond", "D"), ("triangle-up", "
 PATTERNS = (("", ""), ("/", "//"), ("x", "xx"))
 AXES = {"steps": "optimizer steps", "tokens": "tokens seen", "seconds": "seconds of training"}
 POINTS = 600
+WIDTHS = {"points": 2, "plain": 1.5, "faint": 1.2}
 
 
 class Style(NamedTuple):
@@ -44,13 +45,16 @@ def style(index: int) -> Style:
 
 @dataclass(frozen=True)
 class Line:
-    """One curve of run number `run`: y over each axis of AXES; NaN is a gap. `faint`: thin, without markers."""
+    """One curve of run number `run`: y over each axis of AXES; NaN is a gap.
+
+    `look`: "points" has a marker at each point, "plain" has none, "faint" is thin and pale beside the other two.
+    """
 
     run: int
     label: str
     x: dict[str, list[float]]
     y: list[float]
-    faint: bool = False
+    look: Literal["points", "plain", "faint"] = "points"
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ def thin(line: Line, points: int = POINTS) -> Line:
         return line
     keep = np.unique(np.linspace(0, len(line.y) - 1, points).round().astype(int)).tolist()
     x = {axis: [values[i] for i in keep] for axis, values in line.x.items()}
-    return Line(line.run, line.label, x, [line.y[i] for i in keep], line.faint)
+    return Line(line.run, line.label, x, [line.y[i] for i in keep], line.look)
 
 
 def window(lines: Sequence[Line], skip: float = 0.1) -> tuple[float, float] | None:
@@ -138,7 +142,7 @@ def plotly(chart: Curves | Bars) -> dict[str, Any]:
     if isinstance(chart, Bars):
         return _plotly_bars(chart, layout)
     layout["xaxis"] = {"title": {"text": AXES["steps"]}, "rangemode": "tozero"}
-    layout["yaxis"] = {"title": {"text": chart.y_title}, "type": "log" if chart.log else "linear"}
+    layout["yaxis"] = {"title": {"text": chart.y_title}, "type": "log" if chart.log else "linear", "automargin": True}
     if chart.log:
         layout["yaxis"] |= {"exponentformat": "power", "minor": {"ticks": "outside"}, "nticks": 6}
     if chart.window and not chart.log:
@@ -152,16 +156,16 @@ def plotly(chart: Curves | Bars) -> dict[str, Any]:
             "x": _json(line.x["steps"]),
             "y": _json(line.y),
             "meta": {"run": line.run, "x": {axis: _json(values) for axis, values in line.x.items()}},
-            "mode": "lines" if line.faint else "lines+markers",
+            "mode": "lines+markers" if line.look == "points" else "lines",
             "line": {
                 "color": look.color,
-                "width": 1.2 if line.faint else 2,
+                "width": WIDTHS[line.look],
                 "dash": DASHES[look.dash][0],
             },
-            "opacity": 0.6 if line.faint else 1,
+            "opacity": 0.65 if line.look == "faint" else 1,
             "hovertemplate": "%{fullData.name}<br>%{y:.4~g} at %{x:,.6~g}<extra></extra>",
         }
-        if not line.faint:
+        if line.look == "points":
             trace["marker"] = {"symbol": MARKERS[look.marker][0], "size": 7}
         data.append(trace)
     return {"data": data, "layout": layout}
@@ -224,17 +228,16 @@ def save(chart: Curves | Bars, path: Path, axis: str = "steps") -> None:
 
 def _draw_curves(axes: Any, chart: Curves, axis: str) -> None:
     named: set[int] = set()  # runs that have their legend entry; lines with markers come first
-    for line in map(thin, sorted(chart.lines, key=lambda line: line.faint)):
+    for line in map(thin, sorted(chart.lines, key=lambda line: line.look == "faint")):
         look = style(line.run)
-        kind = {} if line.faint else {"marker": MARKERS[look.marker][1], "markersize": 4}
-        width, alpha = (0.9, 0.6) if line.faint else (1.6, 1.0)
+        kind = {"marker": MARKERS[look.marker][1], "markersize": 4} if line.look == "points" else {}
         axes.plot(
             line.x[axis],
             line.y,
             color=look.color,
             linestyle=DASHES[look.dash][1],
-            linewidth=width,
-            alpha=alpha,
+            linewidth=0.8 * WIDTHS[line.look],
+            alpha=0.65 if line.look == "faint" else 1,
             label=_plain(line.label) if line.run not in named else None,
             **kind,
         )

@@ -21,8 +21,20 @@ from . import plots
 from .config import UserError
 from .record import now, write_atomically
 from .stats import reach
-from .summary import KEYS, Summary, arms, cautions, comparable, differing, fair_points, flatten, headline, summarize
-from .summary import perplexity as to_perplexity
+from .summary import (
+    KEYS,
+    Summary,
+    arms,
+    cautions,
+    comparable,
+    differing,
+    fair_points,
+    flatten,
+    headline,
+    part,
+    perplexity,
+    summarize,
+)
 
 FORMATS = ("png", "svg", "pdf")
 SIDE_BY_SIDE = 4  # with more runs than this the tables have one row a run instead of one column a run
@@ -41,7 +53,7 @@ class Metric:
 
 METRICS = (
     Metric("validation loss", lambda run: run.loss, ".4f", min),
-    Metric("perplexity", lambda run: to_perplexity(run.loss), ",.2f", min),
+    Metric("perplexity", lambda run: perplexity(run.loss), ",.2f", min),
     Metric("optimizer state (MB)", lambda run: run.bytes("state") / MB, ",.2f", min),
     Metric("peak memory (MB)", lambda run: run.bytes("peak") / MB, ",.0f", min),
     Metric("tokens/s", lambda run: run.tokens_per_second, ",.0f", max),
@@ -113,7 +125,7 @@ def _line(index: int, run: Summary, kind: str, key: str) -> plots.Line:
     table = run.train if kind == "train" else run.evals
     x = {"steps": table["step"], "tokens": table["tokens"], "seconds": table["seconds"]}
     y = table[key] if key == "lr" or kind == "evals" else plots.smooth(table[key], len(table[key]) // 40)
-    return plots.Line(index, run.label, x, y, faint=kind == "train")
+    return plots.Line(index, run.label, x, y, "points" if kind == "evals" else "faint" if key == "loss" else "plain")
 
 
 def report(
@@ -164,7 +176,7 @@ def summary_csv(runs: Sequence[Summary]) -> str:
     head = ["run", "status", "optimizer", "seed", "loss", "perplexity", "tokens", "seconds", "tokens_per_second"]
     rows: list[list[Any]] = [[*head, "steps", "lr", "skipped", *(f"{name}_bytes" for name in sizes)]]
     for run in runs:
-        values = [run.loss, to_perplexity(run.loss), run.tokens, run.seconds, run.tokens_per_second, run.steps, run.lr]
+        values = [run.loss, perplexity(run.loss), run.tokens, run.seconds, run.tokens_per_second, run.steps, run.lr]
         values += [len(run.skips), *(run.bytes(name) for name in sizes)]
         rows.append([run.label, run.run.status, run.optimizer, run.seed, *map(_plain, values)])
     return _csv(rows)
@@ -210,8 +222,8 @@ def page(runs: Sequence[Summary], target: float | None = None) -> str:
         "bars": "".join(figure(c, runs) for c in drawn if isinstance(c, plots.Bars)) or "<p>No memory recorded.</p>",
         "cautions": _list(cautions(runs)) or "<p>No reservation found in the records.</p>",
         "fair": " ".join(map(escape, fair_points(runs))),
-        "differing": matrix(differing(runs), runs, lambda run, key: run.settings.get(key))
-        or f"<p>{'One run: nothing to compare.' if len(runs) == 1 else 'No recorded setting differs.'}</p>",
+        "numbers": "In numbers" if len(runs) == 1 else "Side by side",
+        "differing": differences(runs),
         "settings": matrix(_keys(run.settings for run in runs), runs, lambda run, key: run.settings.get(key))
         or "<p>No run has a config.yaml.</p>",
         "record": matrix(
@@ -318,13 +330,15 @@ def reach_table(runs: Sequence[Summary], target: float | None) -> str:
 
 def figure(chart: plots.Curves | plots.Bars, runs: Sequence[Summary]) -> str:
     """A place for the chart, with its title and what the eye should know."""
+    peaks = dict.fromkeys(str(of) for run in runs if (of := part(run.run.info, "bytes", "peak_of")))
     notes = {
         "loss": "Thin: training, a centred mean over a fortieth of the records. With markers: validation."
         + (" The first tenth of training is out of view; a double click shows all." if _windowed(chart) else ""),
-        "memory": "As recorded. Peak memory, in the table, also counts activations and the program itself.",
+        "memory": "What training must hold. Peak memory, in the table, is measured otherwise"
+        + (f" ({', '.join(peaks)})." if peaks else "."),
         "grad-norm": "Before clipping, smoothed as the loss; logarithmic.",
     }
-    note = f"<p class=note>{notes[chart.name]}</p>" if chart.name in notes else ""
+    note = f"<p class=note>{escape(notes[chart.name])}</p>" if chart.name in notes else ""
     log = '<button class="log" aria-pressed="false">log</button>' if chart.name == "loss" else ""
     return (
         f'<figure data-chart="{chart.name}"><figcaption><h3>{chart.title}</h3>{log}{note}</figcaption>'
@@ -334,6 +348,14 @@ def figure(chart: plots.Curves | plots.Bars, runs: Sequence[Summary]) -> str:
 
 def _windowed(chart: plots.Curves | plots.Bars) -> bool:
     return isinstance(chart, plots.Curves) and chart.window is not None
+
+
+def differences(runs: Sequence[Summary]) -> str:
+    """The settings in which several runs differ."""
+    if len(runs) == 1:
+        return "<h2>Settings</h2>"
+    found = matrix(differing(runs), runs, lambda run, key: run.settings.get(key))
+    return "<h2>Settings that differ</h2>" + (found or "<p>No recorded setting differs.</p>")
 
 
 def matrix(keys: Sequence[str], runs: Sequence[Summary], get: Callable[[Summary, str], Any]) -> str:

@@ -306,7 +306,7 @@ def cautions(runs: Sequence[Summary]) -> list[str]:
     counts = sorted({len(arm.runs) for arm in ranked})
     if counts[0] < 2:
         who = "Each setting ran" if counts == [1] else "Some settings ran"
-        said.append(f"{who} with one seed only: a difference between such runs may be chance.")
+        said.append(f"{who} with one seed only: another seed ends elsewhere, and a difference may be chance.")
     elif len(ranked) > 1:
         said.append(
             f"Few seeds ({' or '.join(map(str, counts))} a setting): intervals are wide, small effects stay unseen."
@@ -361,9 +361,14 @@ def _fairness(ranked: list[Arm], ran: list[Summary]) -> list[str]:
         rates.setdefault(run.optimizer, set()).add(run.lr)
     single = [name for name, lrs in rates.items() if len(lrs) == 1]
     if single:
-        said.append(f"One learning rate only for {', '.join(single)}: a better one may change the order.")
+        names = ", ".join(single[:4]) + (f" and {len(single) - 4} more" if len(single) > 4 else "")
+        said.append(f"One learning rate only for {names}: a better one may change the order.")
     if len({repr(run.run.info.get("hardware")) for run in ran}) > 1:
         said.append("The hardware differs between runs: seconds, tokens/s and peak memory do not compare.")
+    else:
+        said.append(
+            "Seconds and tokens/s were taken once a run, not by a benchmark: other work on the machine shows in them."
+        )
     return said
 
 

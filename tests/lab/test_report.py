@@ -79,7 +79,7 @@ def make_run(
 
 @pytest.fixture
 def pair(tmp_path: Path) -> list[Path]:
-    return [make_run(tmp_path / "foam-1"), make_run(tmp_path / "adamw-1", "adamw", 1.6, lr=0.001, state=8e6)]
+    return [make_run(tmp_path / "foam-1", lr=0.001), make_run(tmp_path / "adamw-1", "adamw", 1.6, lr=5e-4, state=8e6)]
 
 
 class Text(HTMLParser):
@@ -286,6 +286,10 @@ PROBE = """<script>
 const problems = [];
 addEventListener("error", (e) => problems.push(e.message));
 addEventListener("securitypolicyviolation", (e) => problems.push("blocked " + e.blockedURI));
+const crosses = (a, b) => {
+  const [p, q] = [a, b ?? document.head].map((e) => e.getBoundingClientRect());
+  return p.left < q.right && q.left < p.right && p.top < q.bottom && q.top < p.bottom;
+};
 drawn.then(async () => {
   document.querySelector("[data-axis=tokens]").click();
   document.querySelector(".log").click();
@@ -298,6 +302,7 @@ drawn.then(async () => {
     name: h.dataset.chart,
     traces: h.querySelectorAll(".scatterlayer .trace path.js-line, .barlayer .trace .point").length,
     title: h.querySelector(".xtitle").textContent,
+    crossed: [...h.querySelectorAll(".ytick text")].filter((t) => crosses(t, h.querySelector(".ytitle"))).length,
     height: chartOf(h).getBoundingClientRect().height,
     svg: h.querySelector("svg.main-svg").getBoundingClientRect().width / chartOf(h).getBoundingClientRect().width,
   }));
@@ -320,7 +325,9 @@ addEventListener("message", (e) => {
 @pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed: the page is not opened in a browser")
 def test_page_in_a_browser(tmp_path: Path, pair: list[Path]) -> None:
     """No error, nothing blocked, every chart drawn and filled, nothing wider than the window."""
-    long = make_run(tmp_path / ("a-very-long-name-" * 5), "muon", 1.8, done=300, status="interrupted", nan_at=9)
+    long = make_run(
+        tmp_path / ("a-very-long-name-" * 5), "muon", 1.8, lr=1e-3, done=300, status="interrupted", nan_at=9
+    )
     text = page(summarize([*pair, long])).replace("</body>", PROBE)
     (tmp_path / "page.html").write_text(text, encoding="utf-8")
     (tmp_path / "frames.html").write_text(FRAMES, encoding="utf-8")
@@ -332,6 +339,7 @@ def test_page_in_a_browser(tmp_path: Path, pair: list[Path]) -> None:
         assert [chart["name"] for chart in frame["charts"]] == ["loss", "lr", "grad-norm", "memory"]
         for chart in frame["charts"]:
             assert chart["traces"] >= 2 and chart["height"] > 150 and chart["svg"] == pytest.approx(1, abs=0.02), chart
+            assert chart["crossed"] == 0, chart
             assert chart["title"] == ("MB" if chart["name"] == "memory" else "tokens seen")
 
 
