@@ -36,9 +36,10 @@ def preview(config: RunConfig) -> str:
     settings = replace(config, optimizer=optimizers.resolve(config.optimizer))
     model = models.build(config.model, vocab, d.sequence, "meta", dtype)
     optimizer = optimizers.build(config.optimizer, model)
-    for p in model.parameters():
-        p.grad = torch.empty_like(p)
-    optimizer.step()  # most optimizers make their state only now
+    if not optimizers.state_bytes(optimizer):  # most optimizers make their state in the first step
+        for p in model.parameters():
+            p.grad = torch.empty_like(p)
+        optimizer.step()
     weights = sum(p.numel() for p in model.parameters())
     size, state = weights * dtype.itemsize, optimizers.state_bytes(optimizer)
     lines = [

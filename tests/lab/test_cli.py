@@ -1,0 +1,295 @@
+"""The command: what words mean, what it answers to wrong ones, exit codes, and a run from its start to its report."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from foamlab import arguments, display
+from foamlab.cli import COMMANDS, main
+from foamlab.config import RunConfig
+
+# a run of seconds
+TINY = [
+    "--data.name=text:corpus.txt", "--data.tokenizer=bytes", "--data.sequence=16", "--data.validation=0.3",
+    "--data.cache=cache", "--train.batch=2", "--train.eval_tokens=64", "--train.threads=1", "--train.device=cpu",
+]  # fmt: skip
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    """A folder with a small corpus, made the current one."""
+    words = [f"Document {k}: {'abc' * (k % 7 + 3)} and {k * k}.\n" * 3 for k in range(60)]
+    (tmp_path / "corpus.txt").write_text("\n\n".join(words))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def settings(capsys, *args):
+    assert main(["train", *args, "--print_config"]) == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+# ---------------------------------------------------------------------------------------------- help
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)])
+def test_help_loads_nothing_heavy(words):
+    """What makes --help slow is an import: 2 s for torch alone."""
+    heavy = "{'torch', 'transformers', 'numpy', 'tokenizers', 'plotly', 'rich', 'torchfoam'}"
+    code = "import sys; from foamlab.cli import main; rc = main(sys.argv[1:]); "
+    code += f"sys.exit(rc or len({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_teaches_with_examples_that_parse(name, capsys):
+    command = COMMANDS[name]
+    assert main([name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert command.function.__doc__.splitlines()[0] in shown.replace("\n", " ")
+    parser = arguments.make_parser(name, command.function, command.examples)
+    for line in command.examples.splitlines():
+        assert line in shown
+        program, called, *rest = shlex.split(line.partition(">")[0])
+        assert (program, called) == ("foamlab", name)
+        given = [word for word in rest if word not in ("demo", "my.yaml", "llama-60m-paper", "--print_config")]
+        parser.parse_args(given)
+
+
+def test_no_command_is_an_error_that_helps(capsys):
+    assert main([]) == 2
+    assert "foamlab train demo" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------- settings
+
+
+def test_flags_overrule_a_file_whatever_their_order(desk, capsys):
+    (desk / "my.yaml").write_text("train: {steps: 7, batch: 3}\noptimizer: {options: {level: row}, eps: 1e-6}\n")
+    got = settings(capsys, "my.yaml", "--train.steps", "9", "--optimizer.options.state", "bfloat16")
+    assert got["train"]["steps"] == 9 and got["train"]["batch"] == 3
+    assert got["optimizer"]["options"] == {"level": "row", "state": "bfloat16"}
+    assert got["optimizer"]["eps"] == 1e-6
+    assert settings(capsys, "--train.steps", "9", "--config", "my.yaml")["train"]["steps"] == 7
+
+
+def test_options_keep_their_types(capsys):
+    words = "--optimizer.options.level 3 --optimizer.options.residual 0.5 --optimizer.options.stochastic false"
+    got = settings(capsys, *words.split(), "--optimizer.betas", "[0.9, 0.95]", "--optimizer.options.backend", "eager")
+    assert got["optimizer"]["options"] == {"level": 3, "residual": 0.5, "stochastic": False, "backend": "eager"}
+    assert got["optimizer"]["betas"] == [0.9, 0.95]
+
+
+@pytest.mark.parametrize("name", arguments.presets())
+def test_printed_settings_give_the_same_settings(name, desk, capsys):
+    got = settings(capsys, name)
+    (desk / "again.yaml").write_text(yaml.safe_dump(got))
+    assert settings(capsys, "again.yaml") == got
+    assert set(got) == set(vars(RunConfig()))
+
+
+@pytest.mark.parametrize("name", arguments.presets())
+def test_every_preset_dry_runs_and_touches_nothing(name, desk, capsys):
+    assert main(["train", name, "--dry_run", "--train.device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "nothing was trained" in shown and "of optimizer state" in shown and "folded" in shown
+    assert sorted(path.name for path in desk.iterdir()) == ["corpus.txt"]
+
+
+def test_every_preset_says_what_it_is(capsys):
+    assert main(["presets"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line.split(maxsplit=1)) == 2 for line in lines[1:]) and len(lines) == 1 + len(arguments.presets())
+    assert main(["presets", "demo"]) == 0
+    assert capsys.readouterr().out == arguments.presets()["demo"].read_text()
+
+
+def test_a_dry_run_of_a_rival_shows_its_groups(capsys):
+    assert main(["train", "demo", "--dry_run", "--optimizer.name", "adamw-split", "--train.device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "matrices: 28 tensors" in shown and "lr 0.0012" in shown
+    # two float32 moments a weight and a float32 step a tensor
+    assert f"{1_840_256 * 8 + 39 * 4:,} of optimizer state" in shown
+
+
+def test_a_settings_file_cannot_run_code(desk, capsys):
+    """jsonargparse can import and call what a file names; here a file is data."""
+    call = {"class_path": "pathlib.Path.touch", "init_args": {"self": "owned"}}
+    (desk / "bad.yaml").write_text(yaml.safe_dump({"optimizer": {"options": {"level": call}}}))
+    assert main(["train", "bad.yaml", "--dry_run"]) == 2
+    assert not (desk / "owned").exists()
+
+
+# ---------------------------------------------------------------------------------------------- errors
+
+WRONG = {
+    "trian": r"unknown command 'trian': did you mean train\?",
+    "train dem": r"unknown preset 'dem': did you mean demo\?",
+    "train nope.yaml": r"no such file: nope\.yaml",
+    "train --train.stepz 3": r"unknown setting --train\.stepz: did you mean --train\.steps\?",
+    "train --dryrun": r"did you mean --dry_run\?",
+    "train --train.step 3": r"unknown setting --train\.step: did you mean --train\.steps\?",
+    "train group.yaml": r"unknown setting train\.stepz: did you mean train\.steps\?",
+    "train top.yaml": r"unknown setting trian\.steps: did you mean train\.steps\?",
+    "train broken.yaml": "parsing",
+    "train --train.steps many": r"train\.steps.*many",
+    "train --train.precision float16": "float16",
+    "train --model.name": r"--model\.name: expected one argument",
+    "train demo stdlib": "unexpected argument 'stdlib'",
+    "train --resume nowhere": "no run to resume in 'nowhere'",
+    "train demo --resume nowhere": "leave out demo",
+    "train --dry_run --train.batch 0": r"train\.batch must be at least 1, got 0",
+    "train --dry_run --model.name llama-1mm": r"did you mean llama-1m\?",
+    "train --dry_run --model.name .": "not a Hugging Face model folder",
+    "train --dry_run --data.name stdlb": r"did you mean stdlib\?",
+    "train --dry_run --data.tokenizer bpe:many": "bpe:SIZE",
+    "train --dry_run --optimizer.name fom": r"did you mean foam\?",
+    "train --dry_run --optimizer.options.levl 3": r"did you mean level\?",
+    "train --dry_run --optimizer.options.level -3": "level must be",
+    "train --dry_run --train.device tpu": "device",
+    "models llama": "unknown model 'llama'",
+    "presets demoo": r"did you mean demo\?",
+    "optimizers adam": r"did you mean adamw\?",
+    "report": "runs",
+    "report nowhere": "nowhere",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_users_mistake_is_one_line_and_exit_code_2(words, desk, capsys):
+    (desk / "group.yaml").write_text("train:\n  stepz: 3\n")
+    (desk / "top.yaml").write_text("trian:\n  steps: 3\n")
+    (desk / "broken.yaml").write_text("train:\n  steps: [\n")
+    before = sorted(desk.iterdir())
+    assert main(words.split()) == 2
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"foamlab: error: [^\n]+\n", err) and not out
+    assert re.search(WRONG[words], err), err
+    assert sorted(desk.iterdir()) == before
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch, desk):
+    def broken(config):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("foamlab.preview.preview", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["train", "--dry_run"])
+
+
+# ---------------------------------------------------------------------------------------------- lists
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ("models", "llama-60m"),
+        ("models llama-60m", '"intermediate_size": 1376'),
+        ("optimizers", "adamw-split"),
+        ("optimizers foam-row", "'row'"),
+        ("datasets", "text:PATH"),
+    ],
+)
+def test_lists(words, expected, capsys):
+    assert main(words.split()) == 0
+    assert expected in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------- a run
+
+
+def test_train_stop_resume_report(desk, capsys, monkeypatch):
+    """Ctrl-C in step 3 saves and exits with 130; resuming ends where a run that was never stopped ends."""
+    assert main(["train", *TINY, "--train.steps", "6", "--out", "whole"]) == 0
+    shown = capsys.readouterr().out
+    assert "step 6/6  loss " in shown and "validation loss" in shown and "done: whole" in shown
+
+    def stop(self, event):
+        if event["step"] == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(display.Plain, "train", stop)
+        assert main(["train", *TINY, "--train.steps", "6", "--out", "halves"]) == 130
+    assert "to go on: foamlab train --resume halves" in capsys.readouterr().out
+    assert main(["train", "--resume", "halves"]) == 0
+    newest = "checkpoints/step-00000006/model.safetensors"
+    assert (desk / "halves" / newest).read_bytes() == (desk / "whole" / newest).read_bytes()
+
+    assert main(["train", "whole"]) == 2  # a run folder is no recipe, its config.yaml is
+    assert "--resume whole" in capsys.readouterr().err
+    assert settings(capsys, "whole/config.yaml")["train"]["steps"] == 6
+
+    assert main(["report", "whole", "halves", "--out", "page.html", "--tables"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"validation loss +\d", shown) and "wrote page.html" in shown
+    assert (desk / "page.html").stat().st_size > 10_000 and list(desk.glob("page-*.csv"))
+
+
+# ---------------------------------------------------------------------------------------------- display
+
+SIZE = {"weights": 7_000_000, "state": 2_000_000, "peak": 500_000_000}
+EVENTS = [
+    {"kind": "prepare", "stage": "tokens", "share": 0.5},
+    {"kind": "prepare", "stage": "tokens", "share": None},
+    {"kind": "prepare", "stage": "warning", "message": "a file was not text"},
+    {"kind": "note", "message": "using float32"},
+    {
+        "kind": "start", "folder": "runs/x", "step": 0, "steps": 100, "tokens_per_step": 64,
+        "model": {"name": "m", "parameters": 1234}, "optimizer": {"name": "foam"}, "bytes": {**SIZE, "state": 0},
+    },
+    {"kind": "bytes", "bytes": SIZE},
+    {"kind": "train", "step": 10, "loss": 2.0, "lr": 0.01, "grad_norm": 1.0, "tokens_per_second": 640.0},
+    {"kind": "skip", "step": 11, "why": "loss is nan"},
+    {"kind": "train", "step": 100, "loss": 1.0, "lr": 0.001, "grad_norm": 1.0, "tokens_per_second": 640.0},
+    {"kind": "eval", "step": 100, "loss": 1.5, "perplexity": 4.48},
+    {"kind": "save", "step": 100, "path": "runs/x/checkpoints/step-00000100"},
+    {"kind": "of another version"},
+    {"kind": "end", "status": "done", "folder": "runs/x", "resume": "", "sample": "def f[0]:", "result": {}},
+]  # fmt: skip
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_a_run_is_shown_on_terminals_and_in_pipes(stream, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = stream()
+    with display.display(shown, interval=0) as on_event:
+        for event in EVENTS:
+            on_event(event)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
+    for expected in (
+        "1,234 parameters, with foam", "a file was not text", "using float32", "step 100/100", "loss 1.0000",
+        "perplexity 2.72", "lr 1.00e-03", "640 tokens/s", "state 2.0 MB", "peak 500.0 MB", "1 skipped", "0:00 left",
+        "validation loss 1.5000", "loss is nan", "saved runs/x", "def f[0]:", "done: runs/x",
+    ):  # fmt: skip
+        assert expected in text, expected
+    if stream is io.StringIO:
+        assert "\x1b" not in shown.getvalue() and "step 10/100  loss 2.0000  perplexity 7.39" in text
+        assert "0:09 left" in text  # 90 steps of 64 tokens at 640 tokens/s
+
+
+def test_a_pipe_gets_one_line_an_interval():
+    shown = io.StringIO()
+    with display.display(shown, interval=3600) as on_event:
+        on_event(EVENTS[4])
+        on_event(EVENTS[5])
+        for step in range(1, 101):
+            on_event({**EVENTS[6], "step": step})
+    lines = [line for line in shown.getvalue().splitlines() if line.startswith("step ")]
+    assert [line.split()[1] for line in lines] == ["1/100", "100/100"]
