@@ -36,10 +36,15 @@ def _key(seed, t, number, stream: tl.constexpr):
 
 @triton.jit
 def _close(x, key, element, dtype: tl.constexpr, STOCHASTIC: tl.constexpr):
-    # float32 -> storage; bfloat16 as quant.round_stochastic (infinities pass through the sum, NaN would not)
-    if STOCHASTIC and dtype == tl.bfloat16:
-        noise = _mix(key ^ element.to(tl.uint32)) & 0xFFFF
-        bits = tl.where(x == x, x.to(tl.uint32, bitcast=True) + noise, 0x7FC00000)
+    # float32 -> storage. bfloat16: add below the mantissa, then cut; noise as quant.round_stochastic, or half an ulp and
+    # ties to even (by hand, because Triton's interpreter would only cut). Infinities survive the sum, NaN would not.
+    if dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        if STOCHASTIC:
+            bits += _mix(key ^ element.to(tl.uint32)) & 0xFFFF
+        else:
+            bits += ((bits >> 16) & 1) + 0x7FFF
+        bits = tl.where(x == x, bits, 0x7FC00000)
         y = (bits >> 16).to(tl.uint16).to(dtype, bitcast=True)
     else:
         y = x.to(dtype)
@@ -82,8 +87,8 @@ def _clock(
     if STEP_TENSOR:
         t = tl.load(_field(table, 5, slot, SLOTS).to(tl.pointer_type(tl.float32))).to(tl.int32)
         time = t.to(tl.float64)
-        c1 = (1.0 - tl.exp(time * (log1.to(tl.float64) + log1_rest.to(tl.float64)))).to(tl.float32)
-        c2 = (1.0 - tl.exp(time * (log2.to(tl.float64) + log2_rest.to(tl.float64)))).to(tl.float32)
+        c1 = (1.0 - tl.exp(time * (tl.cast(log1, tl.float64) + tl.cast(log1_rest, tl.float64)))).to(tl.float32)
+        c2 = (1.0 - tl.exp(time * (tl.cast(log2, tl.float64) + tl.cast(log2_rest, tl.float64)))).to(tl.float32)
     if LR_TENSOR:
         lr = tl.load(lr).to(tl.float32)
     return lr, t, c1, c2
