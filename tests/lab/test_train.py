@@ -90,9 +90,12 @@ def test_stopped_and_resumed_is_bit_identical(
 def test_resume_from_an_older_checkpoint_drops_what_came_later(home: Path, tmp_path: Path) -> None:
     train(small.config(home, tmp_path / "whole"))
     train(small.config(home, tmp_path / "again"))
-    train(small.config(home, tmp_path / "again"), resume=tmp_path / "again" / "checkpoints" / "step-00000003")
+    older = tmp_path / "again" / "checkpoints" / "step-00000003"
+    assert train(small.config(home, tmp_path / "again"), resume=older, on_event=stop_at(4)).step == 5
+    assert [p.name for p in checkpoint.found(tmp_path / "again")] == ["step-00000003", "step-00000005"]
+    train(small.config(home, tmp_path / "again"), resume=tmp_path / "again")
     same(tmp_path / "whole", tmp_path / "again")
-    assert sorted(os.listdir(tmp_path / "again" / "checkpoints")) == ["step-00000003", "step-00000006"]
+    assert sorted(os.listdir(tmp_path / "again" / "checkpoints")) == ["step-00000005", "step-00000006"]
 
 
 def test_resuming_a_finished_run_changes_nothing(home: Path, tmp_path: Path) -> None:
@@ -290,7 +293,7 @@ def truth(home: Path, skipped: tuple[int, ...] = (), **changes: Any) -> dict[str
         ids, labels = map(torch.from_numpy, corpus.batch("train", step, c.train.batch))
         logits = model(input_ids=ids).logits.flatten(0, 1)
         torch.nn.functional.cross_entropy(logits, labels.flatten()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), c.train.clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), c.train.clip or math.inf)
         optimizer.param_groups[0]["lr"] = 0.1 * schedule(step, c.train)
         if step not in skipped:
             optimizer.step()
@@ -298,8 +301,9 @@ def truth(home: Path, skipped: tuple[int, ...] = (), **changes: Any) -> dict[str
     return dict(model.state_dict())
 
 
-def test_micro_batches_change_rounding_only(home: Path, tmp_path: Path) -> None:
-    kind = {"mode": "paper", "sequence": 24, "steps": 3, "batch": 8, "clip": 0.5}  # rows of uneven length
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_micro_batches_change_rounding_only(home: Path, tmp_path: Path, clip: float) -> None:
+    kind = {"mode": "paper", "sequence": 24, "steps": 3, "batch": 8, "clip": clip}  # rows of uneven length
     whole = train(small.config(home, tmp_path / "whole", "sgd", **kind))
     cut = train(small.config(home, tmp_path / "cut", "sgd", micro_batch=3, **kind))
     expected = truth(home, **kind)
@@ -311,7 +315,7 @@ def test_micro_batches_change_rounding_only(home: Path, tmp_path: Path) -> None:
 @pytest.mark.heavy
 def test_two_processes_give_the_result_of_one(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also: a loss that is not finite on one process alone keeps both from stepping."""
-    kind = {"mode": "paper", "sequence": 24, "steps": 4, "batch": 8, "checkpoint_every": 0}
+    kind = {"mode": "paper", "sequence": 24, "steps": 4, "batch": 8, "clip": 0.0, "checkpoint_every": 0}
     body = f"""
 real, calls = loop.loss_fn, 0
 def bad(model, ids, labels):
