@@ -95,8 +95,9 @@ def smooth(y: Sequence[float], width: int) -> list[float]:
     return np.where(known, means, math.nan).tolist()
 
 
-def thin(line: Line, points: int = POINTS) -> Line:
-    """At most about `points` of the line's points, evenly chosen, first and last kept."""
+def thin(line: Line, lines: int = 1) -> Line:
+    """At most POINTS of the line's points, fewer in a chart of many lines; evenly chosen, first and last kept."""
+    points = min(POINTS, max(150, 10 * POINTS // lines))
     if len(line.y) <= points:
         return line
     keep = np.unique(np.linspace(0, len(line.y) - 1, points).round().astype(int)).tolist()
@@ -148,7 +149,7 @@ def plotly(chart: Curves | Bars) -> dict[str, Any]:
     if chart.window and not chart.log:
         layout["yaxis"]["range"] = list(chart.window)
     data = []
-    for line in map(thin, chart.lines):
+    for line in (thin(line, len(chart.lines)) for line in chart.lines):
         look = style(line.run)
         trace: dict[str, Any] = {
             "type": "scatter",

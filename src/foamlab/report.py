@@ -153,7 +153,7 @@ def report(
         raise UserError(f"unknown picture format {unknown[0]!r}; known: {', '.join(FORMATS)}")
     runs, out = summarize(folders), Path(out)
     out = out if out.suffix else out.with_suffix(".html")
-    drawn = [chart for chart in charts(runs) if not plots.empty(chart)]
+    drawn = [chart for chart in charts(runs) if not plots.empty(chart)] if static else []
     written = [out]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
