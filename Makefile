@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: help demo test test-heavy lint install clean
+.PHONY: help demo test test-heavy test-gpu lint install clean
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*##/ -/'
 
@@ -22,6 +22,9 @@ test: install    ## lint, types and the fast tests
 
 test-heavy: install  ## tests that train or load a real model
 	$(BIN)/python -m pytest -m heavy
+
+test-gpu: install  ## tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu tests/test_gpu.py
 
 clean:           ## remove .venv and caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache
