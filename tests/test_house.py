@@ -1,0 +1,142 @@
+"""docs/house.md is true: its rooms are the files, imports point one way, and each package keeps to its own."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src"
+PAGE = (ROOT / "docs" / "house.md").read_text(encoding="utf-8")
+PACKAGES = ("torchfoam", "foamlab")
+
+
+def files(package: str) -> dict[str, list[tuple[str, ast.Module]]]:
+    """room -> its (path, tree)s; a folder is one room, `__init__` and `__main__` are none."""
+    rooms: dict[str, list[tuple[str, ast.Module]]] = {}
+    for path in sorted((SOURCE / package).rglob("*.py")):
+        inside = path.relative_to(SOURCE / package)
+        if len(inside.parts) > 1 or not inside.stem.startswith("__"):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            rooms.setdefault(inside.with_suffix("").parts[0], []).append((str(path.relative_to(SOURCE)), tree))
+    return rooms
+
+
+def imports(tree: ast.Module, top: bool = False) -> list[tuple[int, str, list[str]]]:
+    """(dots, module, names) of each import; of those at module level alone if `top`; for type checkers, none."""
+    found, todo = [], list(tree.body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            found += [(0, alias.name, []) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found.append((node.level, node.module or "", [alias.name for alias in node.names]))
+        elif not (top and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))):
+            todo += ast.iter_child_nodes(node)
+    return found
+
+
+def rooms_of(path: str, tree: ast.Module, top: bool = False) -> set[str]:
+    """The rooms of its package that a file imports; files of a folder may know each other."""
+    depth = path.count("/")
+    relative = [(module, names) for dots, module, names in imports(tree, top) if dots == depth]
+    return {room.split(".")[0] for module, names in relative for room in ([module] if module else names)}
+
+
+def layers(package: str) -> dict[str, int]:
+    """room -> its place in the order that the page gives."""
+    block = re.search(r"## Rooms.*?```\n(.*?)```", PAGE, re.S)
+    assert block
+    chain = re.search(rf"^{package} +(.*?)(?=^\w|\Z)", block[1], re.S | re.M)
+    assert chain
+    steps = [re.findall(r"[a-z_]+", step) for step in re.sub(r"\(.*?\)", "", chain[1]).split("->")]
+    return {room: place for place, step in enumerate(steps) for room in step}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_page_lists_every_room(package):
+    assert set(files(package)) == set(layers(package)), "list each room in docs/house.md, where its imports allow"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_point_left_so_there_is_no_circle(package):
+    order = layers(package)
+    for room, parts in files(package).items():
+        for path, tree in parts:
+            wrong = [other for other in rooms_of(path, tree) if order.get(other, 99) >= order.get(room, 99)]
+            assert not wrong, f"{path} imports {wrong}, which docs/house.md places beside or after {room}"
+
+
+def test_the_library_needs_torch_and_nothing_else():
+    for parts in files("torchfoam").values():
+        for path, tree in parts:
+            outside = {m.split(".")[0] for dots, m, _ in imports(tree) if not dots} - sys.stdlib_module_names
+            assert outside <= {"torch"} | ({"triton"} if "triton" in path else set()), f"{path} imports {outside}"
+
+
+def test_the_lab_enters_the_library_by_its_door():
+    for parts in files("foamlab").values():
+        for path, tree in parts:
+            for dots, module, names in imports(tree):
+                if not dots and module.split(".")[0] == "torchfoam":
+                    assert module == "torchfoam" and names, f"{path}: use `from torchfoam import ...`, not {module}"
+
+
+def reaches(target: str, top: bool) -> set[str]:
+    """Rooms of the lab that import `target`, themselves or through others; at module level alone if `top`."""
+    lab = files("foamlab")
+    direct = {
+        room: {m.split(".")[0] for _, tree in parts for dots, m, _ in imports(tree, top) if not dots}
+        for room, parts in lab.items()
+    }
+    found = {room for room, names in direct.items() if target in names or (target == "torch" and "torchfoam" in names)}
+    order = layers("foamlab")
+    for room in sorted(lab, key=lambda room: order.get(room, 99)):
+        if any(rooms_of(path, tree, top) & found for path, tree in lab[room]):
+            found.add(room)
+    return found
+
+
+def test_what_reads_run_folders_needs_no_torch():
+    assert not {"config", "record", "stats", "summary", "plots", "report"} & reaches("torch", top=False)
+
+
+def test_help_imports_nothing_heavy():
+    for heavy in ("torch", "transformers", "numpy", "plotly", "rich", "jsonargparse"):
+        assert not {"cli", "arguments", "config"} & reaches(heavy, top=True), heavy
+
+
+@pytest.mark.parametrize(
+    "package, allowed", [("torchfoam", {"shard"}), ("foamlab", {"machine", "loop", "train", "checkpoint"})]
+)
+def test_torch_distributed_has_few_doors(package, allowed):
+    for room, parts in files(package).items():
+        for path, tree in parts:
+            used = any(m.startswith("torch.distributed") or "distributed" in names for _, m, names in imports(tree))
+            assert not used or room in allowed, f"{path} imports torch.distributed"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_only_the_command_prints(package):
+    for room, parts in files(package).items():
+        for path, tree in parts:
+            calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "print"]
+            assert not calls or (package == "foamlab" and room in ("cli", "display")), f"{path} prints"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_files_and_functions_stay_small(package):
+    for parts in files(package).values():
+        for path, tree in parts:
+            assert len((SOURCE / path).read_text(encoding="utf-8").splitlines()) <= 400, f"{path} has over 400 lines"
+            for node in ast.walk(tree):
+                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                    first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
+                    size = (node.end_lineno or 0) - first.lineno + 1
+                    assert size <= 60, f"{path}: {node.name} has {size} lines"
