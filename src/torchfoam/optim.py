@@ -214,23 +214,25 @@ class FOAM(Optimizer):
     def _work(self, group: dict[str, Any], params: Iterable[tuple[int, Tensor]]) -> list[Work]:
         """What a step has to do for these (number, parameter) pairs of one group: a list of slots for each backend."""
         slots: dict[str, list[Slot]] = {}
+        chosen: dict[tuple[Any, ...], list[Slot]] = {}
         for i, p in params:
-            if p.grad is None:
+            if (g := p.grad) is None:
                 continue
-            if p.grad.layout != torch.strided:
+            if g.layout != torch.strided:
                 raise RuntimeError(
                     f"FOAM cannot use sparse gradients (parameter of shape {tuple(p.shape)}): "
                     "build the embedding with sparse=False, or give it to torch.optim.SparseAdam"
                 )
             if p.numel():
-                backend = choose(self.backend, p, group)
-                slots.setdefault(backend.name, []).append(Slot(p, p.grad, self.state[p], i))
+                kind = (type(p), p.device, p.dtype, p.ndim)
+                if kind not in chosen:
+                    chosen[kind] = slots.setdefault(choose(self.backend, p, group).name, [])
+                chosen[kind].append(Slot(p, g, self.state[p], i))
         return [(group, name, batch) for name, batch in slots.items()]
 
     def _perform(self, work: list[Work]) -> None:
         for group, backend, slots in work:
-            for slot in slots:
-                slot.state["step"] += 1
+            torch._foreach_add_([slot.state["step"] for slot in slots], 1)
             BACKENDS[backend].update(slots, hyper(group), group["rule"])
 
     # ------------------------------------------------------------------ diagnostics
