@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: help demo test test-heavy test-gpu lint install clean
+.PHONY: help demo test test-heavy test-gpu sanitize lint install clean
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*##/ -/'
 
@@ -25,6 +25,11 @@ test-heavy: install  ## tests that train or load a real model
 
 test-gpu: install  ## tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu tests/test_gpu.py
+
+sanitize: install  ## the CPU kernel's tests under the address and undefined-behaviour sanitizers (needs gcc)
+	CC="gcc -fsanitize=address,undefined -fno-sanitize-recover=all -g" ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so.6)" \
+	$(BIN)/python -m pytest -s tests/test_cpu_kernel.py -k "not build"
 
 clean:           ## remove .venv and caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache

@@ -224,7 +224,7 @@ class FOAM(Optimizer):
                     "build the embedding with sparse=False, or give it to torch.optim.SparseAdam"
                 )
             if p.numel():
-                kind = (type(p), p.device, p.dtype, p.ndim)
+                kind = (type(p), p.device, p.dtype, p.ndim, p.is_contiguous())
                 if kind not in chosen:
                     chosen[kind] = slots.setdefault(choose(self.backend, p, group).name, [])
                 chosen[kind].append(Slot(p, g, self.state[p], i))

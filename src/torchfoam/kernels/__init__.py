@@ -32,7 +32,8 @@ class Backend:
 
     name: str
     unavailable: Callable[[], str | None]  # why it cannot run on this machine, or None
-    refuses: Callable[[Tensor, dict[str, object]], str | None]  # why it cannot take (parameter, group), or None
+    # why it cannot take (parameter, group), or None; of p only type, device, dtype, ndim and contiguity matter
+    refuses: Callable[[Tensor, dict[str, object]], str | None]
     update: Callable[[Sequence[Slot], Hyper, str], None]
 
 

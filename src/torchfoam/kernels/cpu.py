@@ -113,7 +113,7 @@ def load(path: Path) -> Callable[..., int]:
     pointer = ctypes.c_void_p
     function.argtypes = [pointer, ctypes.c_long, ctypes.POINTER(Scalars), ctypes.c_int, pointer]
     function.restype = ctypes.c_int
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 @functools.cache
@@ -180,17 +180,24 @@ def step(function: Callable[..., int], slots: Sequence[Slot], h: Hyper, threads:
         h.second_moment == "mean_square", h.maximize, h.stochastic, h.seed & 0xFFFFFFFF,
     )  # fmt: skip
     table: list[int] = []
+    lengths: dict[int, int] = {}  # columns -> block length
     for slot in slots:
         p, g, state, number = slot
         m, v = state["m"], state["v"]
         if not (p.is_contiguous() and g.is_contiguous() and m.is_contiguous() and v.is_contiguous()):
             _step_by_copy(function, slot, h, threads, parallel)
             continue
-        columns = p.shape[-1] if p.ndim else 1
-        dtypes = CODES[p.dtype] | CODES[g.dtype] << 4 | CODES[m.dtype] << 8
+        columns = p.size(-1) if p.ndim else 1
+        rows = p.numel() // columns
+        B = lengths.get(columns) or lengths.setdefault(columns, block(h.level, columns))
+        if not (rows * -(-columns // B) == m.numel() == v.numel() and p.numel() == g.numel() and m.dtype == v.dtype):
+            raise ValueError(
+                f"cannot step {tuple(p.shape)} at level {h.level!r} with a gradient of {tuple(g.shape)} and moments of "
+                f"{tuple(m.shape)} {m.dtype} and {tuple(v.shape)} {v.dtype}"
+            )
         table += (
             p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr(), state["step"].data_ptr(),
-            p.numel() // columns, columns, block(h.level, columns), dtypes, number,
+            rows, columns, B, CODES[p.dtype] | CODES[g.dtype] << 4 | CODES[m.dtype] << 8, number,
         )  # fmt: skip
     tasks = array("q", table)
     address, length = tasks.buffer_info()

@@ -1,0 +1,309 @@
+"""The fused CPU kernel against the float64 rule, its own wide twin, and every number of threads."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tolerances
+from problems import numbers, toy, train
+from torchfoam import FOAM, backends
+from torchfoam.fold import width
+from torchfoam.kernels import Slot, cpu, eager
+from torchfoam.quant import noise_key, round_stochastic
+from torchfoam.rules import Hyper, adam
+
+pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+LEVELS: list[Any] = [0, 1, 2, 3, 4, 5, 6, 7, 8, "row"]
+SHAPES: list[tuple[int, ...]] = [
+    (), (1,), (17,), (1000,), (1, 1), (5, 1), (1, 3), (7, 11), (13, 37), (3, 5461), (2, 3, 31), (64, 48), (33, 512),
+    (4, 3, 3, 3), (2, 4111),
+]  # fmt: skip
+OPTIONS: list[dict[str, Any]] = [
+    {}, {"second_moment": "square_mean"}, {"residual": 0.0}, {"residual": 0.5}, {"maximize": True},
+    {"weight_decay": 0.0}, {"beta1": 0.3, "beta2": 0.5}, {"beta1": 0.0, "beta2": 0.0}, {"eps": 1e-3}, {"scale": 0.25},
+    {"lr": torch.tensor(0.02)}, {"eps": 1e16},
+]  # fmt: skip
+
+
+def slot(
+    shape: tuple[int, ...], level: Any, p: Any = F32, g: Any = F32, s: Any = F32, t: int = 3, seed: int = 0
+) -> Slot:
+    folded = (*shape[:-1], width(level, shape[-1])) if shape else ()
+    state = {"m": numbers(*folded, seed=seed + 3) * 0.1, "v": numbers(*folded, seed=seed + 4).square()}
+    state = {name: x.to(s) for name, x in state.items()} | {"step": torch.tensor(float(t))}
+    return Slot(numbers(*shape, seed=seed + 1).to(p), numbers(*shape, seed=seed + 2).to(g), state, 5)
+
+
+def copy(s: Slot, dtype: torch.dtype | None = None) -> Slot:
+    """A copy, stored in `dtype` if given."""
+    state = {k: x.clone() if k == "step" else x.to(dtype or x.dtype, copy=True) for k, x in s.state.items()}
+    return s._replace(p=s.p.to(dtype or s.p.dtype, copy=True), state=state)
+
+
+def stored(s: Slot) -> dict[str, Tensor]:
+    return {"p": s.p, "m": s.state["m"], "v": s.state["v"]}
+
+
+def hyper(level: Any, **options: Any) -> Hyper:
+    return Hyper(**{"lr": 0.01, "weight_decay": 0.1, "level": level, **options})
+
+
+def ran(start: Slot, h: Hyper, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    s = copy(start, dtype)
+    cpu.update([s], h, "adam")
+    return stored(s)
+
+
+def by_rule(start: Slot, h: Hyper, dtype: torch.dtype) -> dict[str, Tensor]:
+    s = copy(start, dtype)
+    if isinstance(h.lr, Tensor):
+        h = replace(h, lr=h.lr.item())
+    adam(s.p, s.g.to(dtype), s.state["m"], s.state["v"], s.state["step"].item(), h)
+    return stored(s)
+
+
+def check(start: Slot, h: Hyper, what: str) -> None:
+    """In float32 storage as good as the eager rule; in the slot's own storage exactly that, rounded."""
+    wide, truth, plain = ran(start, h, F32), by_rule(start, h, torch.float64), by_rule(start, h, F32)
+    for stream, (name, x) in enumerate(wide.items()):
+        tolerances.rounding(x, plain[name], truth[name], f"{what}: {name}")
+        kept = ran(start, h)[name]
+        rounded = x.to(kept.dtype)
+        if kept.dtype == BF16 and h.stochastic:
+            rounded = round_stochastic(x, noise_key(h.seed, int(start.state["step"]), start.number, stream))
+        tolerances.exact(kept, rounded, f"{what}: {name} in {kept.dtype}")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_shape_is_as_good_as_the_eager_rule(level: Any) -> None:
+    for shape in SHAPES:
+        check(slot(shape, level), hyper(level), f"{shape} level {level}")
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_option_is_as_good_as_the_eager_rule(options: dict[str, Any]) -> None:
+    for level in (0, 1, 2, 3, 5, 9, "row"):
+        for t in (1, 1000):
+            check(slot((9, 1037), level, t=t), hyper(level, **options), f"level {level} step {t} {options}")
+
+
+@pytest.mark.parametrize("p", [F32, BF16, F16])
+@pytest.mark.parametrize("g", [F32, BF16, F16])
+@pytest.mark.parametrize("s", [F32, BF16, F16])
+def test_narrow_storage_is_the_wide_result_rounded(p: Any, g: Any, s: Any) -> None:
+    for shape, level in (((9, 1037), 0), ((9, 1037), 2), ((16, 64), 3), ((2, 1500), "row")):
+        for stochastic in (True, False):
+            h = hyper(level, stochastic=stochastic, seed=-7)
+            check(slot(shape, level, p, g, s), h, f"{shape} level {level}")
+
+
+def test_fuzz() -> None:
+    dice = random.Random(0)
+    for k in range(150):
+        columns = dice.choice([dice.randint(1, 40), dice.randint(1, 700), 2 ** dice.randint(0, 10)])
+        lead = [dice.randint(1, 12) for _ in range(dice.randint(0, 2))]
+        level = dice.choice([*LEVELS, 12])
+        options: dict[str, Any] = {}
+        for choice in dice.sample(OPTIONS, 2):
+            options |= choice
+        p, g, s = (dice.choice([F32, BF16, F16]) for _ in range(3))
+        start = slot((*lead, columns), level, p, g, s, t=dice.randint(1, 50), seed=k)
+        if "eps" not in options:
+            start.g.mul_(10.0 ** dice.randint(-3, 3))
+        check(start, hyper(level, **options), f"case {k}: {(*lead, columns)} level {level} {p} {g} {s} {options}")
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3, 5, 8, 10, "row"])
+def test_the_number_of_threads_does_not_matter(level: Any) -> None:
+    starts = [slot(shape, level) for shape in ((300, 511), (130, 1024), (), (1, 7))]
+    starts += [slot((600_000,), level), slot((2, 530_001), level, BF16, BF16, BF16), slot((1, 3), level)]
+    function = cpu.load(cpu.build())
+    results = []
+    for threads, parallel in ((1, None), (2, None), (3, cpu.torch_threads()), (7, None)):
+        slots = [copy(s) for s in starts]
+        cpu.step(function, slots, hyper(level), threads, parallel)
+        results.append([x for s in slots for x in stored(s).values()])
+    for result in results[1:]:
+        for a, b in zip(results[0], result):
+            tolerances.exact(a, b)
+
+
+def test_huge_rows_are_as_good_as_the_eager_rule() -> None:
+    for shape, level in (((600_000,), "row"), ((2, 530_001), "row"), ((1, 1_200_007), 19)):
+        check(slot(shape, level), hyper(level), f"{shape} level {level}")
+
+
+def test_it_shares_torch_s_threads() -> None:
+    if sys.platform != "linux" or "backend: OpenMP" not in torch.__config__.parallel_info():
+        pytest.skip("torch brings no OpenMP runtime here")
+    assert cpu.torch_threads() is not None
+
+
+@pytest.mark.parametrize("level", [0, 2, 4, 9])
+@pytest.mark.parametrize("eps", [1e-8, 0.0])
+def test_extremes_come_out_as_from_the_eager_rule(level: Any, eps: float) -> None:
+    for value in (0.0, -0.0, 1e-41, 1e-30, 1e-22, 1e15, 3e19, math.inf, -math.inf, math.nan):
+        start = slot((3, 1024), level)
+        for x in start.state["m"], start.state["v"]:
+            x[0] = 0.0
+        start.g[0] = 0.0
+        start.g[1, 5:9] = value
+        start.g[2] = value
+        ours, twin = ran(start, hyper(level, eps=eps)), by_rule(start, hyper(level, eps=eps), F32)
+        for name, x in ours.items():
+            assert torch.equal(x.isnan(), twin[name].isnan()), f"{name}, g = {value}"
+            torch.testing.assert_close(x, twin[name], rtol=1e-5, atol=1e-7, equal_nan=True, msg=f"{name}, g = {value}")
+
+
+def test_nan_and_infinity_in_narrow_storage() -> None:
+    for dtype in (BF16, F16):
+        start = slot((4, 64), 0, dtype)
+        start.p[:2, :3] = torch.tensor([math.inf, -math.inf, math.nan])
+        p = ran(start, hyper(0))["p"]
+        assert p[:2, 0].isposinf().all() and p[:2, 1].isneginf().all() and p[:2, 2].isnan().all()
+        assert p[:, 3:].isfinite().all()
+
+
+def test_gaps_and_transposed_tensors() -> None:
+    for level in (0, 2, "row"):
+        start, h = slot((6, 40), level), hyper(level)
+        want = ran(start, h)
+        base = torch.zeros(6, 80)
+        base[:, ::2] = start.p
+        for p, g in ((start.p.t().contiguous().t(), start.g.t().contiguous().t()), (base[:, ::2], start.g)):
+            s = copy(start)._replace(p=p, g=g)
+            cpu.update([s], h, "adam")
+            for name, x in stored(s).items():
+                tolerances.exact(x.contiguous(), want[name], name)
+        assert base[:, 1::2].eq(0).all()
+
+
+def test_each_parameter_has_its_own_step_count() -> None:
+    starts = [slot((3, 8), 2, t=t) for t in (1, 5)]
+    together = [copy(s) for s in starts]
+    cpu.update(together, hyper(2), "adam")
+    for start, s in zip(starts, together):
+        tolerances.exact(s.p, ran(start, hyper(2))["p"])
+
+
+def test_the_optimizer_uses_it_and_follows_the_eager_one() -> None:
+    models = [toy(), toy()]
+    opts = [FOAM(m, lr=0.01, backend=name) for m, name in zip(models, ("cpu", "eager"))]
+    for m, opt in zip(models, opts):
+        train(m, opt, 20)
+    for a, b in zip(*(m.parameters() for m in models)):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
+
+
+# ---------------------------------------------------------------------- the registry and the build
+
+
+def test_what_it_refuses_falls_to_the_eager_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+    for backend in (cpu, eager):
+        name = backend.__name__.rpartition(".")[2]
+        monkeypatch.setitem(
+            sys.modules["torchfoam.kernels"].BACKENDS, name,
+            replace(sys.modules["torchfoam.kernels"].BACKENDS[name], update=lambda s, h, r, n=name: used.append(n)),
+        )  # fmt: skip
+    for dtype, options in ((F32, {}), (torch.float64, {}), (F32, {"rule": "mini"}), (F32, {"state": "int8"})):
+        w = nn.Parameter(torch.ones(2, 8, dtype=dtype))
+        w.grad = torch.ones_like(w)
+        FOAM([w], **options).step()
+    assert used == ["cpu", "eager", "eager", "eager"]
+
+
+def test_an_explicit_backend_works_or_says_why_not() -> None:
+    assert backends()["cpu"] == "ok"
+    for dtype, options, reason in (
+        (torch.float64, {}, "float64"), (F32, {"rule": "mini"}, "adam rule"), (F32, {"state": "int8"}, "int8"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"backend 'cpu' cannot be used: .*{reason}"):
+            FOAM([nn.Parameter(torch.ones(2, 8, dtype=dtype))], backend="cpu", **options)
+
+
+NO_COMPILER = """
+import warnings, torch
+from torchfoam import FOAM, backends
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    for _ in range(3):
+        w = torch.nn.Parameter(torch.ones(2, 8)); w.grad = torch.ones_like(w)
+        FOAM([w]).step()
+assert w[0, 0] < 1 and len(seen) == 1, seen
+assert "apt install gcc" in str(seen[0].message), seen[0].message
+assert "apt install gcc" in backends()["cpu"]
+try:
+    FOAM([w], backend="cpu")
+except ValueError as error:
+    assert "apt install gcc" in str(error)
+else:
+    raise AssertionError
+"""
+
+
+def test_build_without_a_compiler_one_warning_says_what_to_install(tmp_path: Path) -> None:
+    env = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = str(Path(cpu.__file__).parents[2])
+    done = subprocess.run([sys.executable, "-c", NO_COMPILER], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_failed_build_gives_the_compiler_s_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken.c"
+    broken.write_text("int foam_adam(void) { return nonsense; }")
+    monkeypatch.setattr(cpu, "SOURCE", broken)
+    with pytest.raises(RuntimeError, match="nonsense"):
+        cpu.build(tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_several_processes_may_build_at_once(tmp_path: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        paths = pool.starmap(cpu.build, [(tmp_path, ("-O0",))] * 3)
+    assert len(set(paths)) == 1 and [x.name for x in tmp_path.iterdir()] == [paths[0].name]
+    assert callable(cpu.load(paths[0]))
+
+
+def test_build_knows_flags_and_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = cpu.build(tmp_path, ["-O0"])
+    made = first.stat().st_mtime_ns
+    assert cpu.build(tmp_path, ["-O0"]) == first and first.stat().st_mtime_ns == made
+    assert cpu.build(tmp_path, ["-O0", "-DX"]) != first
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the torch operations that run: each would allocate."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_creates_no_tensor() -> None:
+    slots = [slot((512, 512), 2, p, p) for p in (F32, BF16)] + [slot((), 2)]
+    with Allocations() as seen:
+        cpu.update(slots, hyper(2), "adam")
+    assert seen.calls == 0
+
+
+def test_state_of_another_level_is_refused_before_anything_is_written() -> None:
+    start = slot((4, 64), "row")
+    with pytest.raises(ValueError, match="at level 2"):
+        cpu.update([start], hyper(2), "adam")
