@@ -280,7 +280,7 @@ def test_scale_is_for_what_folds_and_the_rest_for_all() -> None:
 def test_the_first_matching_pattern_wins() -> None:
     overrides = {
         "up.*": {"level": 3, "lr": 0.5},
-        "*p.weight": {"level": 4},
+        "*n.weight": {"level": 4},
         "embed*": {"level": "row"},
         "d*": {"level": 0},
     }

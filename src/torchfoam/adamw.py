@@ -63,7 +63,7 @@ def from_adamw(opt: FOAM, source: Any, params: Iterable[Tensor] | None = None) -
     return opt
 
 
-def to_adamw(opt: FOAM, params: Iterable[Tensor] | None = None, **options: Any) -> torch.optim.AdamW:
+def to_adamw(opt: FOAM, **options: Any) -> torch.optim.AdamW:
     """A torch.optim.AdamW that goes on where `opt` stands, in the same groups.
 
         exp_avg = unfold(m),   exp_avg_sq = unfold(v),   step = step,   lr = lr * scale
