@@ -51,14 +51,15 @@ def test_it_is_the_backend_of_cuda_parameters() -> None:
     assert backends()["triton"] == "ok"
 
 
+@pytest.mark.parametrize("backend", ["triton", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", [2, "row"])
-def test_a_captured_step_replays_what_eager_steps_do(level: Any, dtype: torch.dtype) -> None:
+def test_a_captured_step_replays_what_eager_steps_do(level: Any, dtype: torch.dtype, backend: str) -> None:
     runs = []
     for captured in (True, False):
         params = weights(dtype)
         lr = torch.tensor(0.01, device="cuda")
-        opt = FOAM(params, lr=lr, level=level, capturable=True, backend="triton")
+        opt = FOAM(params, lr=lr, level=level, capturable=True, backend=backend)
         gradients(params, 0)
         opt.step()
         graph = torch.cuda.CUDAGraph()

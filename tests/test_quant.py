@@ -117,3 +117,11 @@ def test_zero_stays_zero_and_small_second_moments_stay_above_it() -> None:
     x = torch.zeros(1, 32)
     x[0, 0], x[0, 1] = 1.0, 1e-12  # v stands under a division: raised to the smallest code, not to zero
     assert decode(*encode(x, False, key=5), False)[0, 1] > 0
+
+
+def test_a_step_count_on_a_device_gives_the_same_noise() -> None:
+    x = numbers(5, 7, dtype=torch.float32)
+    step = torch.tensor(12)
+    on_device = noise_key(-3, step, 5, 1)
+    assert on_device.item() == noise_key(-3, 12, 5, 1) and step.item() == 12
+    assert torch.equal(round_stochastic(x, on_device), round_stochastic(x, noise_key(-3, 12, 5, 1)))

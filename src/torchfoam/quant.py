@@ -15,32 +15,36 @@ in the contiguous tensor, modulo 2^32.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+# an integer, or a 0-dim int64 tensor: on a device whose step count the host must not wait for
+Key = int | Tensor
 _MASK = 0xFFFFFFFF
 
 
-def mix(x: int) -> int:
-    """Scramble a 32-bit integer: lowbias32.
+def mix(x: Any) -> Any:
+    """Scramble a 32-bit integer, or an int64 tensor that holds one: lowbias32.
 
     >>> mix(0), mix(1)
     (0, 1753845952)
     """
-    x &= _MASK
-    x ^= x >> 16
+    x = x & _MASK
+    x = x ^ (x >> 16)
     x = x * 0x7FEB352D & _MASK
-    x ^= x >> 15
+    x = x ^ (x >> 15)
     x = x * 0x846CA68B & _MASK
     return x ^ (x >> 16)
 
 
-def noise_key(seed: int, step: int, tensor: int, stream: int) -> int:
-    """The 32-bit key of one tensor's rounding noise in one step."""
+def noise_key(seed: int, step: Key, tensor: int, stream: int) -> Any:
+    """The 32-bit key of one tensor's rounding noise in one step; `step` may be an int64 tensor, and so the key."""
     return mix(mix(mix(seed) ^ (step & _MASK)) ^ (4 * tensor + stream) & _MASK)
 
 
-def noise(key: int, shape: torch.Size, device: torch.device, bits: int = 16) -> Tensor:
+def noise(key: Key, shape: torch.Size, device: torch.device, bits: int = 16) -> Tensor:
     """The low `bits` of each element's random bits, int32 in [0, 2**bits), shaped like the tensor to be rounded."""
     n = shape.numel()
     x = torch.arange(n, dtype=torch.int64, device=device).bitwise_and_(_MASK).bitwise_xor_(key)
@@ -50,7 +54,7 @@ def noise(key: int, shape: torch.Size, device: torch.device, bits: int = 16) -> 
     return x.to(torch.int32).view(shape)
 
 
-def round_stochastic(x: Tensor, key: int) -> Tensor:
+def round_stochastic(x: Tensor, key: Key) -> Tensor:
     """Round float32 to bfloat16, up with probability proportional to the distance: E[result] = x.
 
     Values that bfloat16 holds exactly, infinities and NaN come through unchanged.
@@ -78,7 +82,7 @@ GROUP = 32  # codes that share an exponent byte
 _SHIFT = 19  # float32 has 23 mantissa bits, a code four
 
 
-def encode(x: Tensor, signed: bool, key: int | None) -> tuple[Tensor, Tensor]:
+def encode(x: Tensor, signed: bool, key: Key | None) -> tuple[Tensor, Tensor]:
     """Codes and exponents of x along its last dimension: [*lead, W] float32 -> uint8 [*lead, W], [*lead, ceil(W / 32)].
 
     `key` seeds stochastic rounding (see `noise_key`); None rounds to nearest. Within range the relative error is at

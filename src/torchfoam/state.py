@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .quant import GROUP, decode, encode, round_stochastic
+from .quant import GROUP, Key, decode, encode, round_stochastic
 from .rules import MOMENTS, moment_width
 
 STATES = ("float32", "bfloat16", "int8", "param")
@@ -57,7 +57,7 @@ def open_moment(state: dict[str, Tensor], name: str, dtype: torch.dtype) -> Tens
     return kept.to(dtype)
 
 
-def close(state: dict[str, Tensor], name: str, x: Tensor, key: int | None) -> None:
+def close(state: dict[str, Tensor], name: str, x: Tensor, key: Key | None) -> None:
     """Write the computed x back to where it is kept; `key` seeds stochastic rounding, None rounds to nearest."""
     kept = state[name]
     if kept.dtype == torch.uint8:

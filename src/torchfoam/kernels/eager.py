@@ -34,9 +34,14 @@ def update(slots: Sequence[Slot], h: Hyper, rule: str) -> None:
         p = slot.p.to(dtype)
         moments = [open_moment(slot.state, name, dtype) for name in MOMENTS[rule]]
         step = slot.state["step"]
-        t = step.item() if step.device.type == "cpu" else step
+        t: float | Tensor = step  # left on its device: the host must not wait for it, nor can a CUDA graph
+        if step.device.type == "cpu":
+            t = step.item()
+        elif step.is_cuda:
+            t = step.double()  # 1 - 0.999 in float32 is off by 1e-5
+        count = t.to(torch.int64) if isinstance(t, Tensor) else int(t)
         RULES[rule](p, slot.g.to(dtype), *moments, t, h)
         keyed = {"p": slot.p, **slot.state}
         for stream, (name, x) in enumerate(zip(("p", *MOMENTS[rule]), (p, *moments))):
             narrow = h.stochastic and keyed[name].dtype in (torch.bfloat16, torch.uint8)
-            close(keyed, name, x, noise_key(h.seed, int(t), slot.number, stream) if narrow else None)
+            close(keyed, name, x, noise_key(h.seed, count, slot.number, stream) if narrow else None)
