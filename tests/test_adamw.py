@@ -184,7 +184,7 @@ def learn(opt_class: Any, **options: Any) -> float:
 
 @pytest.mark.parametrize(("betas", "margin"), [((0.9, 0.95), 0.06), ((0.9, 0.999), 0.17)], ids=str)
 def test_foam_at_adamws_rate_trains_nearly_as_well_as_adamw(betas: tuple[float, float], margin: float) -> None:
-    # at beta2 = 0.999 the residual keeps the first thousand steps short (docs/algorithm.md, part 3), and here are but 300
+    # at beta2 = 0.999 the residual keeps the first 1000 steps short (docs/algorithm.md, part 3); here are but 300
     adamw = learn(torch.optim.AdamW, lr=1e-3, betas=betas)
     assert adamw < 2.8  # it has learned: 5.5 is chance
     for level in (2, 3):

@@ -28,6 +28,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "float16 weights": {"dtype": torch.float16, "state": "float32", "eps": 1e-6},
     "float64 weights": {"dtype": torch.float64, "level": 3},
     "tensor lr": {"lr": torch.tensor(0.01)},
+    "tensor lr of one element": {"lr": torch.tensor([0.01])},
+    "capturable": {"capturable": True, "state": "bfloat16"},
 }
 
 
@@ -442,6 +444,26 @@ def test_sparse_gradients_are_refused_before_anything_moves() -> None:
     assert same(before, everything(opt))
     with pytest.raises(ValueError, match="cannot use the sparse gradients of '0': build it with sparse=False"):
         param_groups(nn.Sequential(table, nn.Linear(8, 8)))
+
+
+def test_frozen_quantised_weights_may_be_among_the_parameters() -> None:
+    codes = nn.Parameter(torch.zeros(4, 4, dtype=torch.uint8), requires_grad=False)
+    w = nn.Parameter(numbers(3, 8).float())
+    opt = FOAM([codes, w], lr=0.1)
+    w.grad = torch.ones_like(w)
+    opt.step()
+    assert list(opt.state) == [w] and not codes.any()
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+
+
+def test_several_devices_in_one_group() -> None:
+    params = [nn.Parameter(torch.zeros(3, 8, device=device)) for device in ("cpu", "meta", "cpu")]
+    opt = FOAM(params, lr=0.1, weight_decay=0.0)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    assert all(opt.state[p]["m"].device == p.device for p in params)
+    assert torch.equal(params[0], params[2]) and params[0].ne(0).all()
 
 
 def test_dropped_parameters_leave_no_state() -> None:

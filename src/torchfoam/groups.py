@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import takewhile
@@ -173,9 +174,10 @@ def _heads(model: nn.Module) -> set[int]:
     maps named like a head or shaped like the vocabulary's embedding."""
     heads = set()
     for module in model.modules():  # of every module: the model may be wrapped, or made of several
-        output = getattr(module, "get_output_embeddings", lambda: None)()
-        if isinstance(output, nn.Module):
-            heads.add(id(output))
+        with suppress(NotImplementedError):
+            output = getattr(module, "get_output_embeddings", lambda: None)()
+            if isinstance(output, nn.Module):
+                heads.add(id(output))
     vocabulary = _largest([m.weight for m in model.modules() if isinstance(m, nn.Embedding)])
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear) and _is_head(f"{path}.weight", module.weight, vocabulary):

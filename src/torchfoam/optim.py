@@ -149,8 +149,8 @@ class FOAM(Optimizer):
         check_options((k for k in group if k not in ("params", "name", "param_names", "format")), misspelt_only=True)
         check(merged)
         for p in (item[1] if isinstance(item, tuple) else item for item in group["params"]):
-            if not isinstance(p, Tensor):
-                continue  # torch says what it is
+            if not isinstance(p, Tensor) or (isinstance(p, nn.Parameter) and not p.requires_grad):
+                continue  # torch says what it is; frozen parameters may be of any kind (quantised weights are integers)
             if p.is_complex() or not p.is_floating_point() or p.layout != torch.strided:
                 raise ValueError(
                     f"FOAM needs dense, real, floating-point parameters, got {p.dtype} ({p.layout}) "
