@@ -220,7 +220,3 @@ def _turned(rows: list[list[str]]) -> tuple[Sequence[str], list[Sequence[str]]]:
 
 def _count(n: int) -> str:
     return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.1f} M"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,6 +31,9 @@ STAGES = {
 @contextmanager
 def display(stream: TextIO | None = None, interval: float = INTERVAL) -> Iterator[Callable[[Event], None]]:
     """The `on_event` that shows a run on `stream` (stdout): rich on a terminal, plain lines elsewhere."""
+    if os.environ.get("RANK", "0") != "0":  # torchrun: `train` tells rank 0 alone, and one bar is enough
+        yield lambda event: None
+        return
     stream = stream or sys.stdout
     console = Console(file=stream, highlight=False, soft_wrap=True)
     if not console.is_terminal:
@@ -124,7 +128,7 @@ class Watch:
             f"perplexity {math.exp(min(e['loss'], 50)):.2f}",
             f"lr {e['lr']:.2e}",
             f"{e['tokens_per_second']:,.0f} tokens/s",
-            f"state {_mb(size['state'])}",
+            f"state {_mb(size['state'])}" if size["state"] else "",
             f"peak {_mb(size['peak'])}",
             f"{self.skipped} skipped" if self.skipped else "",
         ]

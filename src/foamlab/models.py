@@ -160,6 +160,7 @@ def _random(hf: Any, device: str | torch.device, dtype: torch.dtype, seed: int) 
 
 def _folder(path: Path, vocab: int, sequence: int, device: str | torch.device, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
     safe = {"local_files_only": True, "trust_remote_code": False}
     try:
@@ -176,12 +177,17 @@ def _folder(path: Path, vocab: int, sequence: int, device: str | torch.device, d
         )
     if torch.device(device).type == "meta":
         return _random(hf, device, dtype, 0)
+    bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
             path, **safe, use_safetensors=True, attn_implementation="sdpa", dtype=dtype
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as e:
         raise UserError(f"cannot load the model in {path}: {_line(e)}") from e
+    finally:
+        if bar:
+            logging.enable_progress_bar()
     model.config.use_cache = False  # type: ignore[union-attr]
     return model.to(device)
 

@@ -62,11 +62,19 @@ class Settings:
 
 
 def foam(
-    model: nn.Module, kind: type, s: Settings, *, overrides: Any = None, level: Any = 2, **options: Any
+    model: nn.Module,
+    kind: type,
+    s: Settings,
+    *,
+    level: Any = 2,
+    overrides: Any = None,
+    state_budget: Any = None,
+    backend: str | None = None,
+    **options: Any,
 ) -> Optimizer:
     """FOAM over torchfoam's routing: attention and MLP matrices fold, the rest is plain Adam at the full rate."""
-    groups = param_groups(model, level=level, scale=s.scale, overrides=overrides)
-    return kind(groups, lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=s.weight_decay, **options)
+    groups = param_groups(model, level=level, scale=s.scale, overrides=overrides, state_budget=state_budget, **options)
+    return kind(groups, lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=s.weight_decay, backend=backend)
 
 
 def adamw(model: nn.Module, kind: type, s: Settings, **options: Any) -> Optimizer:
