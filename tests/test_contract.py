@@ -337,16 +337,26 @@ def test_meta() -> None:
     assert all(s["m"].is_meta for s in opt.state.values())
 
 
-def test_state_follows_a_model_that_moves() -> None:
-    # torch's optimizers have no state before the first step, so many a script moves the model after building it
-    model = Toy().to("meta")
+@pytest.mark.parametrize("same_objects", [False, True])
+def test_state_follows_a_model_that_moves(same_objects: bool) -> None:
+    # torch's optimizers have no state before the first step, so many a script moves the model after building them
+    with torch.device("meta"):
+        model = Toy()
     opt = FOAM(model, lr=0.1)
+    before = set(model.parameters())
+    torch.__future__.set_swap_module_params_on_conversion(same_objects)
     model.to_empty(device="cpu")
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    assert same_objects == (before >= set(model.parameters()))
+    pairs = {g["name"]: [dict(model.named_parameters())[n] for n in g["param_names"]] for g in opt.param_groups}
+    for group in opt.param_groups:
+        group["params"] = pairs[group["name"]]
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(numbers(*p.shape))
-    train(model, opt, 1)
-    assert all(s["m"].device.type == "cpu" for p, s in opt.state.items() if p.grad is not None)
+    train(model, opt, 2)
+    assert all(s["m"].device.type == "cpu" and s["m"].any() for p, s in opt.state.items() if p.grad is not None)
+    assert opt.state[model.up.weight]["step"] == 2
 
 
 # ---------------------------------------------------------------------- no full-size state, one temporary at a time

@@ -171,10 +171,13 @@ class FOAM(Optimizer):
             ours.update(group["params"])
             for p in group["params"]:
                 mine = self.state.get(p)
+                if mine and mine["m"].device != p.device:
+                    moves = {k: x for k, x in mine.items() if k != "step" or group["capturable"]}
+                    # a meta tensor has nothing to move
+                    mine = {} if mine["m"].is_meta else mine | {k: x.to(p.device) for k, x in moves.items()}
+                    self.state[p] = mine
                 if not mine and (p.requires_grad if all_parameters else p.grad is not None):
                     self.state[p] = new_state(p, group)
-                elif mine and mine["m"].device != p.device:
-                    self.state[p] = {k: x.to(p.device) if k != "step" else x for k, x in mine.items()}
         if not self.state.keys() <= ours:
             for p in self.state.keys() - ours:
                 del self.state[p]
