@@ -23,6 +23,7 @@ from triton_cases import (  # noqa: F401  (tests, to be collected here)
     test_many_tensors_of_one_launch_keep_apart,
     test_memory_that_is_not_aligned_agrees,
     test_moments_are_rounded_with_the_eager_bits,
+    test_moments_of_another_size_are_an_error_and_not_a_stray_write,
     test_nan_and_infinity_are_not_hidden,
     test_step_and_lr_on_the_device_are_read_there,
     test_tables_are_kept_until_an_address_changes,

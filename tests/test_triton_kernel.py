@@ -53,7 +53,7 @@ def test_without_a_gpu_it_says_so() -> None:
     ("p", "group", "reason"),
     [
         (torch.ones(4, 4), {"rule": "muon"}, "no rule 'muon'"),
-        (torch.ones(4, 4), {"state": "int8"}, "no state 'int8'"),
+        (torch.ones(4, 4), {"state": "int8"}, "not state='int8'"),
         (torch.ones(4, 4, dtype=torch.float64), {}, "not torch.float64"),
         (torch.ones(4, 4, device="meta"), {}, "on meta"),
         (torch.ones(4, 6).t(), {}, "not contiguous"),

@@ -31,6 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..fold import Level, block
 from ..quant import mix
 from ..rules import Hyper
+from ..state import moment_dtype
 
 if TYPE_CHECKING:
     from . import Slot
@@ -92,10 +93,10 @@ def unavailable() -> str | None:
 def refuses(p: Tensor, group: dict[str, object]) -> str | None:
     if group["rule"] != "adam":
         return f"it has no rule {group['rule']!r}, only 'adam'"
-    if group["state"] not in ("float32", "bfloat16", "param"):
-        return f"it has no state {group['state']!r}, only float32, bfloat16 and param"
     if p.dtype not in DTYPES:
         return f"it takes float32, bfloat16 and float16 parameters, not {p.dtype}"
+    if moment_dtype(p, str(group["state"])) not in DTYPES:
+        return f"it keeps float32, bfloat16 and float16 moments, not state={group['state']!r}"
     if not (p.is_cuda or (interpreted() and p.device.type == "cpu")):
         return f"it runs on CUDA devices, the parameter is on {p.device}"
     if not p.is_contiguous():
@@ -215,6 +216,13 @@ def describe(slot: Slot, level: Level) -> tuple[tuple[Any, ...], int, list[int]]
     R, C = (1, p.numel()) if flat else (p.numel() // C, C)
     W = -(-C // B)
     K = 1 if long else min(max(TILE // BP, 1), 1 << (W - 1).bit_length())
+    if not (m.numel() == v.numel() == R * W and m.dtype == v.dtype and g.numel() == p.numel()) or not all(
+        x.device == p.device and x.is_contiguous() and x.dtype in DTYPES for x in (p, g, m, v)
+    ):
+        raise ValueError(
+            f"cannot step {tuple(p.shape)} on {p.device} at level {level!r} with a gradient of {tuple(g.shape)} on "
+            f"{g.device} and moments of {tuple(m.shape)} {m.dtype} and {tuple(v.shape)} {v.dtype} on {m.device}"
+        )
     places = [p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr()]
     aligned = (C | B * long) % 16 == 0 and not any(x % 16 for x in places)
     kind = (long, K, STRIDE if long else BP, flat, aligned, p.dtype, g.dtype, m.dtype)
