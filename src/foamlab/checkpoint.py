@@ -198,8 +198,10 @@ def explained(target: Path, need: int) -> Iterator[None]:
     except Exception as e:
         free = shutil.disk_usage(target.parent if target.parent.exists() else target.parent.parent).free
         full = getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(e) or free < need
-        why = f"the disk is full ({_size(need)} needed); make room" if full else _line(e)
-        raise UserError(f"cannot save {target}: {why}; earlier checkpoints are untouched, resume from them") from e
+        why = f"the disk is full ({_size(need)} needed), make room" if full else _line(e)
+        last = found(target.parent.parent)[-1:]
+        rest = f"then resume from {last[0]}, which is whole" if last else "there is no earlier checkpoint"
+        raise UserError(f"cannot save {target}: {why}; {rest}") from e
 
 
 def _write(part: Path, step: int, model: Any, tokenizer: Any, training: Mapping[str, Any]) -> None:

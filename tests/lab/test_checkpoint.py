@@ -159,7 +159,9 @@ def test_a_full_disk_leaves_the_old_checkpoint(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(*((type(model), "save_pretrained") if at == "weights" else (torch, "save")), full)
-    with pytest.raises(UserError, match=r"cannot save .*step-00000002: the disk is full .* make room"):
+    with pytest.raises(
+        UserError, match=r"cannot save .*step-00000002: the disk is full .* make room; then resume from .*step-00000001"
+    ):
         write(run, model, 2, keep=1)
     assert small.tree(run) == before and checkpoint.find(run)[1] == path
 
