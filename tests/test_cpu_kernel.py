@@ -7,6 +7,7 @@ import multiprocessing
 import random
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,10 +78,15 @@ def by_rule(start: Slot, h: Hyper, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def check(start: Slot, h: Hyper, what: str) -> None:
-    """In float32 storage as good as the eager rule; in the slot's own storage exactly that, rounded."""
+    """In float32 storage as good as the eager rule; in the slot's own storage exactly that, rounded.
+
+    The numbers before the step stand beside those after it, so that an ulp is one of the size of what was added.
+    """
     wide, truth, plain = ran(start, h, F32), by_rule(start, h, torch.float64), by_rule(start, h, F32)
     for stream, (name, x) in enumerate(wide.items()):
-        tolerances.rounding(x, plain[name], truth[name], f"{what}: {name}")
+        before = stored(start)[name].flatten()
+        beside = [torch.cat([before.to(y.dtype), y.flatten()]) for y in (x, plain[name], truth[name])]
+        tolerances.rounding(*beside, f"{what}: {name}")
         kept = ran(start, h)[name]
         rounded = x.to(kept.dtype)
         if kept.dtype == BF16 and h.stochastic:
@@ -286,21 +292,40 @@ def test_build_knows_flags_and_source(tmp_path: Path, monkeypatch: pytest.Monkey
     assert cpu.build(tmp_path, ["-O0", "-DX"]) != first
 
 
-class Allocations(TorchDispatchMode):
-    """Counts the torch operations that run: each would allocate."""
+class Memory(TorchDispatchMode):
+    """Bytes of the tensors that torch operations create: now, and at most."""
 
-    calls = 0
+    live = peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += 1
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            storage, size = out.untyped_storage(), out.untyped_storage().nbytes()
+            if storage.data_ptr() not in {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)}:
+                self.live += size
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self.free, size)
+        return out
+
+    def free(self, size: int) -> None:
+        self.live -= size
 
 
 def test_a_step_creates_no_tensor() -> None:
     slots = [slot((512, 512), 2, p, p) for p in (F32, BF16)] + [slot((), 2)]
-    with Allocations() as seen:
+    with Memory() as memory:
         cpu.update(slots, hyper(2), "adam")
-    assert seen.calls == 0
+    assert memory.peak == 0
+
+
+@pytest.mark.parametrize("level", [0, 2, "row"])
+@pytest.mark.parametrize("columns", [1024, 1021])
+def test_the_eager_twin_holds_three_full_size_temporaries_at_most(level: Any, columns: int) -> None:
+    start = slot((32, columns), level)
+    with Memory() as memory:
+        adam(start.p, start.g, start.state["m"], start.state["v"], 1.0, hyper(level, maximize=True))
+    folded = 0 if level == 0 else 2 * start.state["m"].nbytes
+    assert memory.peak <= 3 * start.p.nbytes + folded
 
 
 def test_state_of_another_level_is_refused_before_anything_is_written() -> None:

@@ -78,7 +78,9 @@ def unfold(x: Tensor, level: Level, columns: int) -> Tensor:
     """
     if x.ndim == 0 or columns == 0 or (B := block(level, columns)) == 1:
         return x.clone()
-    return x.unsqueeze(-1).expand(*x.shape, B).flatten(-2)[..., :columns].contiguous()
+    if x.shape[-1] * B == columns:
+        return x.unsqueeze(-1).expand(*x.shape, B).flatten(-2).contiguous()
+    return x.index_select(-1, torch.arange(columns, device=x.device) // B)
 
 
 def residual(x: Tensor, level: Level) -> Tensor:

@@ -55,18 +55,17 @@ def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, t: float | Tensor, h: Hyper
     Shapes: p, g [*lead, C]; m, v [*lead, W]. `t` is 1 at the first step. At most three full-size temporaries.
     """
     C = p.shape[-1] if p.ndim else 1
-    if h.maximize:
-        g = -g
-    f = fold(g, h.level)
+    sign = -1 if h.maximize else 1
+    f = fold(g, h.level).mul_(sign)
     # m <- beta1 m + (1 - beta1) fold(g)
     m.lerp_(f, 1 - h.beta1)
     # v <- beta2 v + (1 - beta2) s(g)
-    s = fold(g.square(), h.level) if h.second_moment == "mean_square" else f.square()
-    v.mul_(h.beta2).add_(s, alpha=1 - h.beta2)
+    mean_square = h.second_moment == "mean_square"
+    v.mul_(h.beta2).add_(fold(g.square(), h.level) if mean_square else f.square(), alpha=1 - h.beta2)
     M, V = unfold(m, h.level, C), unfold(v, h.level, C)
     if h.level != 0 and h.residual:
         # M = unfold(m) + rho r,  V = unfold(v) + rho^2 r^2
-        r = unfold(f, h.level, C).sub_(g).neg_().mul_(h.residual)
+        r = unfold(f, h.level, C).sub_(g, alpha=sign).mul_(-h.residual)
         M.add_(r)
         V.addcmul_(r, r)
     # p <- p - lr weight_decay p

@@ -1,6 +1,6 @@
 """The CPU backend: `cpu.c`, compiled for this machine on first use and called through data pointers.
 
-The library is built by the system's compiler (CC, cc, gcc or clang) into the user's cache, under a name made of the
+The library is built by the system's compiler (CC, cc, gcc or clang; CFLAGS is added) into the user's cache, under a name made of the
 source, the compiler's version, the flags and the CPU, so nothing stale is ever loaded. It shares torch's own pool of
 threads. This room does no arithmetic and allocates nothing but one small table a step.
 """
@@ -90,7 +90,7 @@ def build(folder: Path | None = None, extra: Sequence[str] = ()) -> Path:
         raise RuntimeError("no C compiler found; install gcc or clang (Debian: apt install gcc libc6-dev), or set CC")
     command = name.split()
     native = () if platform.machine() == "ppc64le" else ("-march=native",)
-    flags = [*FLAGS, *native, *extra]
+    flags = [*FLAGS, *native, *os.environ.get("CFLAGS", "").split(), *extra]
     key = "\0".join((SOURCE.read_text(), _run([*command, "--version"]), *command, *flags, cpu_features()))
     cache = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchfoam"
     path = cache / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
