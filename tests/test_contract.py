@@ -25,6 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "mini": {"rule": "mini"},
     "muon": {"rule": "muon"},
     "bfloat16 weights": {"dtype": torch.bfloat16},
+    "state as the weights": {"dtype": torch.bfloat16, "state": "param"},
     "float16 weights": {"dtype": torch.float16, "state": "float32", "eps": 1e-6},
     "float64 weights": {"dtype": torch.float64, "level": 3},
     "tensor lr": {"lr": torch.tensor(0.01)},
