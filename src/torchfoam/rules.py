@@ -126,7 +126,11 @@ def muon(p: Tensor, g: Tensor, m: Tensor, t: float | Tensor, h: Hyper) -> None:
     adjust = max(1.0, R / C) ** 0.5 if h.adjust_lr == "original" else 0.2 * max(R, C) ** 0.5
     if h.weight_decay:
         p.mul_(1 - h.lr * h.weight_decay)
-    p.sub_(orthogonal(u, h.eps).to(p.dtype).mul_(h.lr * h.scale * adjust).view_as(p))
+    u, rate = orthogonal(u, h.eps).view_as(p), h.lr * h.scale * adjust
+    if isinstance(rate, Tensor):
+        p.sub_(u.to(p.dtype).mul_(rate))
+    else:
+        p.add_(u, alpha=-rate)  # as torch.optim.Muon adds it, to the bit
 
 
 def _restored(m: Tensor, f: Tensor, g: Tensor, h: Hyper) -> Tensor:
