@@ -209,6 +209,18 @@ class Written(nn.Module):
         self.output = nn.Linear(8, 32, bias=False)
 
 
+class Lookup(nn.Embedding):
+    """A table by another name."""
+
+
+class ChordEmbedding(nn.Module):
+    """A table that is no nn.Embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(16, 8))
+
+
 HAND: dict[str, tuple[nn.Module, set[str]]] = {
     "toy": (Toy(), {"up.weight", "down.weight", "dead.weight"}),
     "mlp": (
@@ -231,6 +243,7 @@ HAND: dict[str, tuple[nn.Module, set[str]]] = {
         {f"layers.0.{x}" for x in ("self_attn.in_proj_weight", "self_attn.out_proj.weight")}
         | {"layers.0.linear1.weight", "layers.0.linear2.weight"},
     ),
+    "tables": (nn.ModuleDict({"a": Lookup(16, 8), "b": ChordEmbedding(), "c": nn.Linear(8, 8)}), {"c.weight"}),
     "lstm": (nn.LSTM(8, 4), {"weight_ih_l0", "weight_hh_l0"}),
     "classifier head of layers": (
         nn.ModuleDict({"body": nn.Linear(8, 8), "classifier": nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))}),

@@ -163,7 +163,7 @@ def _folds(path: str, p: Tensor, owner: nn.Module, heads: set[int]) -> bool:
         return False
     if isinstance(owner, (nn.Linear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)) or kind == "Conv1D":
         return True
-    if isinstance(owner, (nn.EmbeddingBag, nn.modules.conv._ConvNd)) or "Embed" in kind or "Norm" in kind:
+    if isinstance(owner, (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)) or "Embed" in kind or "Norm" in kind:
         return False
     # a bare parameter of a module of the model's own: stacked experts, routers, position tables, class tokens
     return _is_matrix(p) and not _is_table(path)
