@@ -11,7 +11,7 @@ install: .venv/.installed  ## create .venv with everything pinned
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv || { echo "python3 -m venv failed; on Debian: apt install python3-venv, then try again" >&2; exit 2; }
 	@echo "installing into .venv (a few minutes the first time)"
-	$(BIN)/pip install -q -c constraints.txt -e '.[lab,tensorboard,dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[lab,tensorboard,rivals,dev]'
 	@touch $@
 
 test: install    ## lint, types and the fast tests
