@@ -7,12 +7,10 @@ implements no update rule.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pkgutil import resolve_name
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -20,45 +18,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchfoam import PAPER, param_groups
 
 from .config import OptimizerConfig, UserError, known_name
+from .rivals import ADAM_RATES, BETAS, HIGH_RATES, RIVALS, SCALES
+from .routing import Entry, Routed, Settings, matrices, plain_adamw, split
 
 # what OptimizerConfig holds itself: not to be given again among its options
 OWN = ("params", "lr", "betas", "eps", "weight_decay", "scale")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """An optimizer that can be chosen by name.
-
-    Args:
-        help: one line.
-        kind: "module:Class" of the optimizer. The keywords of its constructor are the options a user may give.
-        builder: (model, class, settings, **options) -> optimizer; its keyword-only arguments are options too.
-        lr, betas, scale: taken where the settings leave them empty.
-        source: where these defaults come from.
-        options: options taken where the settings leave them empty.
-        install: what to install where the class cannot be imported.
-    """
-
-    help: str
-    kind: str
-    builder: Callable[..., Optimizer]
-    lr: float
-    betas: tuple[float, float]
-    scale: float
-    source: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    install: str = ""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """OptimizerConfig with nothing left empty."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    scale: float
 
 
 def foam(
@@ -81,7 +45,7 @@ def adamw(model: nn.Module, kind: type, s: Settings, **options: Any) -> Optimize
     """AdamW: fused where it can be; matrices at scale * lr."""
     if not {"fused", "foreach"} & set(options):
         options["fused"] = all(p.device.type in ("cpu", "cuda") for p in model.parameters())
-    return kind(split(model, s), lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=s.weight_decay, **options)
+    return kind(split(model, s), **s.adam, **options)
 
 
 def sgd(model: nn.Module, kind: type, s: Settings, **options: Any) -> Optimizer:
@@ -90,109 +54,81 @@ def sgd(model: nn.Module, kind: type, s: Settings, **options: Any) -> Optimizer:
     return kind(split(model, s), lr=s.lr, weight_decay=s.weight_decay, **options)
 
 
+def adafactor(model: nn.Module, kind: type, s: Settings, **options: Any) -> Optimizer:
+    """torch's Adafactor: no first moment, a row and a column for the second; its two eps are its own."""
+    return kind(split(model, s), lr=s.lr, weight_decay=s.weight_decay, **options)
+
+
 def muon(
     model: nn.Module, kind: type, s: Settings, *, adjust_lr_fn: str = "match_rms_adamw", **options: Any
 ) -> Optimizer:
     """Muon for matrices at scale * lr, AdamW for the rest (and for stacked experts: Muon takes 2-D weights alone)."""
-    groups = split(model, s, always=True)
-    flat = {n: p for n, p in groups[0].pop("params") if p.ndim == 2}
-    rest = [(n, p) for n, p in model.named_parameters() if p.requires_grad and n not in flat]
-    fused = all(p.device.type in ("cpu", "cuda") for p in model.parameters())
-    return Routed(
-        kind(
-            [{**groups[0], "params": list(flat.items())}],
-            weight_decay=s.weight_decay,
-            adjust_lr_fn=adjust_lr_fn,
-            **options,
-        ),
-        torch.optim.AdamW(
-            [{"name": "rest", "params": rest}],
-            lr=s.lr,
-            betas=s.betas,
-            eps=s.eps,
-            weight_decay=s.weight_decay,
-            fused=fused,
-        ),
-    )
+    flat, rest = matrices(model)
+    group = {"name": "matrices", "params": flat, "lr": s.lr * s.scale}
+    first = kind([group], weight_decay=s.weight_decay, adjust_lr_fn=adjust_lr_fn, **options)
+    return Routed(first, plain_adamw(rest, s)) if rest else first
 
 
-def split(model: nn.Module, s: Settings, always: bool = False) -> list[dict[str, Any]]:
-    """The routing of FOAM for any optimizer: matrices at scale * lr, all else at lr; one group where scale is 1."""
-    if s.scale == 1 and not always:
-        return [{"name": "all", "params": [(n, p) for n, p in model.named_parameters() if p.requires_grad]}]
-    names = {"folded": ("matrices", s.lr * s.scale), "unfolded": ("rest", s.lr)}
-    return [
-        {"name": names[g["name"]][0], "params": g["params"], "lr": names[g["name"]][1]} for g in param_groups(model)
-    ]
-
-
-class Routed(Optimizer):
-    """Several optimizers, each for its own parameters, behind one face: one list of groups, one state dict.
-
-    Args:
-        parts: optimizers over disjoint parameters. Their groups are shared, so a schedule set here reaches them.
-    """
-
-    def __init__(self, *parts: Optimizer) -> None:
-        self.parts = parts
-        super().__init__([group for part in parts for group in part.param_groups], {})
-        self._link(self.param_groups)
-
-    def _link(self, groups: list[dict[str, Any]]) -> None:
-        """Share groups and state with the parts, by reference."""
-        self.param_groups = groups
-        for part in self.parts:
-            part.state = self.state
-            part.param_groups, groups = groups[: len(part.param_groups)], groups[len(part.param_groups) :]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "parts": self.parts}
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of every part."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for part in self.parts:
-            part.step()
-        return loss
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict()` gave, as torch does, and hand each part its share."""
-        super().load_state_dict(state_dict)
-        self._link(self.param_groups)
+def ablation(model: nn.Module, kind: type, s: Settings, *, level: Any = 2, **options: Any) -> Optimizer:
+    """FOAM's routing for `FoldAblation`."""
+    return kind(param_groups(model, level=level, scale=s.scale), **s.adam, **options)
 
 
 FIRST = "docs/algorithm.md: the rate one would use for AdamW"
 PAPERS = "the FOAM paper's pre-training recipe"
-EVIDENCE = "best of a small grid on a 1 M model"
+HALF = "; contests try half-decade steps of lr around it"
+EVIDENCE = "best of a small grid on a 1 M model; contests give it the grid of foam-paper"
+BOTH = {"lr": HIGH_RATES, "scale": SCALES}
+
+
+def _paper(help: str, **options: Any) -> Entry:
+    """FOAM with the rates of its paper."""
+    source = PAPERS + "; contests try half-decade steps of lr, then alpha by factors of 2"
+    return Entry(help, "torchfoam:FOAM", foam, PAPER["lr"], PAPER["betas"], PAPER["scale"], source, options, BOTH)
+
 
 OPTIMIZERS: dict[str, Entry] = {
     "foam": Entry(
-        "FOAM, plain: level 2, matrices at AdamW's own rate", "torchfoam:FOAM", foam, 1e-3, (0.9, 0.999), 1.0, FIRST
+        "FOAM, plain: level 2, matrices at AdamW's own rate",
+        "torchfoam:FOAM", foam, 1e-3, BETAS, 1.0, FIRST + HALF, tune={"lr": ADAM_RATES},
     ),
-    "foam-paper": Entry(
-        "FOAM as in the paper: level 2, matrices at a quarter of a high rate",
-        "torchfoam:FOAM", foam, PAPER["lr"], PAPER["betas"], PAPER["scale"], PAPERS, {"level": PAPER["level"]},
+    "foam-paper": _paper("FOAM as in the paper: level 2, matrices at a quarter of a high rate", level=PAPER["level"]),
+    "foam-l3": _paper("FOAM with blocks of 8", level=3),
+    "foam-row": _paper("FOAM with one block a row: next to no state for matrices", level="row"),
+    "foam-int8": _paper("FOAM, level 2, all state in 8 bits", level=2, state="int8"),
+    "foam-mini": _paper("FOAM with Adam-mini: folded momentum, one second moment a row", level=2, rule="mini"),
+    "foam-muon": _paper(
+        "FOAM with Muon: folded momentum, orthogonalised", level=2, rule="muon", adjust_lr="match_rms_adamw"
     ),
-    "foam-row": Entry(
-        "FOAM with one block a row: next to no state for matrices",
-        "torchfoam:FOAM", foam, PAPER["lr"], PAPER["betas"], PAPER["scale"], PAPERS, {"level": "row"},
+    "foam-no-residual": _paper("ablation: FOAM without the residual", level=2, residual=0.0),
+    "foam-square-mean": _paper("ablation: FOAM with the square of the mean", level=2, second_moment="square_mean"),
+    "foam-ablation": Entry(
+        "for `foamlab ablate`: FOAM in plain torch with a choice of bias correction and direction",
+        "foamlab.ablations:FoldAblation", ablation, PAPER["lr"], PAPER["betas"], PAPER["scale"], PAPERS,
+        {"level": PAPER["level"]}, BOTH, limits="slow; for studies only",
     ),
     "adamw": Entry(
-        "torch's AdamW (fused), one rate for all", "torch.optim:AdamW", adamw, 1e-3, (0.9, 0.999), 1.0, "torch"
+        "torch's AdamW (fused), one rate for all",
+        "torch.optim:AdamW", adamw, 1e-3, BETAS, 1.0, "torch" + HALF, tune={"lr": ADAM_RATES},
     ),
     "adamw-split": Entry(
         "torch's AdamW with FOAM's split of rates: matrices lower",
-        "torch.optim:AdamW", adamw, 1e-2, (0.9, 0.95), 0.12, EVIDENCE,
+        "torch.optim:AdamW", adamw, 1e-2, (0.9, 0.95), 0.12, EVIDENCE, tune=BOTH,
     ),
     "muon": Entry(
         "torch's Muon for matrices, AdamW for the rest",
-        "torch.optim:Muon", muon, 1e-2, (0.9, 0.95), 0.25, PAPERS + ", its rates taken over as they are",
+        "torch.optim:Muon", muon, 1e-2, (0.9, 0.95), 0.25,
+        PAPERS + ", its rates taken over as they are; contests give it the same grid", tune=BOTH,
     ),
-    "sgd": Entry("SGD with momentum (the first beta)", "torch.optim:SGD", sgd, 1e-1, (0.9, 0.0), 1.0, "customary"),
+    "adafactor": Entry(
+        "torch's Adafactor", "torch.optim:Adafactor", adafactor, 1e-2, BETAS, 1.0, "torch" + HALF,
+        tune={"lr": (3e-3, 1e-2, 3e-2, 1e-1)},
+    ),
+    "sgd": Entry(
+        "SGD with momentum (the first beta)", "torch.optim:SGD", sgd, 1e-1, (0.9, 0.0), 1.0, "customary" + HALF,
+        tune={"lr": (3e-2, 1e-1, 3e-1, 1.0)},
+    ),
+    **RIVALS,
 }  # fmt: skip
 
 
@@ -286,6 +222,8 @@ def _kind(entry: Entry) -> type:
 
 
 def _options(entry: Entry) -> dict[str, Any]:
-    keywords = {**inspect.signature(_kind(entry)).parameters}
-    keywords |= {k: p for k, p in inspect.signature(entry.builder).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    own = inspect.signature(entry.builder).parameters
+    passed_on = any(p.kind is p.VAR_KEYWORD for p in own.values())
+    keywords = {**inspect.signature(_kind(entry)).parameters} if passed_on else {}
+    keywords |= {k: p for k, p in own.items() if p.kind is p.KEYWORD_ONLY}
     return {k: p.default for k, p in keywords.items() if k not in OWN and p.kind is not p.VAR_KEYWORD}

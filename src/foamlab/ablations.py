@@ -1,0 +1,151 @@
+"""The paper's ablations: which settings each compares, and an optimizer for those that torchfoam does not offer.
+
+`FoldAblation` is plain, slow torch over torchfoam's public fold and unfold. It is for studies only: the span of the
+bias correction and the direction of folding are no options of the library, because these studies exist to show which
+is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchfoam import fold, unfold
+
+SPANS = ("whole", "moments")
+DIRECTIONS = ("rows", "columns")
+
+
+class FoldAblation(Optimizer):
+    """FOAM's adam rule with two more choices; at their defaults it is FOAM.
+
+        span="whole"      M = (unfold(m) + rho r) / (1 - beta1^t)        V = (unfold(v) + rho^2 r^2) / (1 - beta2^t)
+        span="moments"    M = unfold(m) / (1 - beta1^t) + rho r          V = unfold(v) / (1 - beta2^t) + rho^2 r^2
+
+    Args:
+        params: groups; one with `level` 0 is AdamW.
+        level, scale, residual: as in torchfoam.FOAM.
+        residual_in_v: whether V has the residual too.
+        span: what the bias correction covers.
+        direction: "rows" folds along the last dimension, as FOAM; "columns" folds matrices along the first.
+
+    Raises:
+        ValueError: an unknown span or direction.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        level: Any = 2,
+        scale: float = 1.0,
+        residual: float = 1.0,
+        residual_in_v: bool = True,
+        span: str = "whole",
+        direction: str = "rows",
+    ) -> None:
+        for what, value, known in (("span", span, SPANS), ("direction", direction, DIRECTIONS)):
+            if value not in known:
+                raise ValueError(f"unknown {what} {value!r}; known: {', '.join(known)}")
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "level": level, "scale": scale,
+            "residual": residual, "residual_in_v": residual_in_v, "span": span, "direction": direction,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, p.grad.float(), group)
+        return loss
+
+    def _update(self, p: Tensor, g: Tensor, h: dict[str, Any]) -> None:
+        turned = h["direction"] == "columns" and p.ndim > 1
+        g = g.mT if turned else g
+        level, C = h["level"], g.shape[-1] if g.ndim else 1
+        f = fold(g, level)
+        state = self.state[p]
+        if not state:
+            state.update(step=0, m=torch.zeros_like(f), v=torch.zeros_like(f))
+        state["step"] += 1
+        t, m, v = state["step"], state["m"], state["v"]
+        beta1, beta2 = h["betas"]
+        first, second = 1 - beta1**t, 1 - beta2**t
+        m.lerp_(f, 1 - beta1)
+        v.mul_(beta2).add_(fold(g.square(), level), alpha=1 - beta2)
+        r = (g - unfold(f, level, C)) * (h["residual"] if level != 0 else 0.0)
+        r2 = r.square() * h["residual_in_v"]
+        M, V = unfold(m, level, C), unfold(v, level, C)
+        if h["span"] == "whole":
+            M, V = (M + r) / first, (V + r2) / second
+        else:
+            M, V = M / first + r, V / second + r2
+        u = M / (V.sqrt() + h["eps"])
+        p.mul_(1 - h["lr"] * h["weight_decay"])
+        p.sub_((u.mT if turned else u) * (h["lr"] * h["scale"]))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One setting of a study: `value` on its axis, and how that is had."""
+
+    value: str
+    optimizer: str = "foam-paper"
+    scale: float | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+BASE = Case("base")  # the paper's FOAM: level 2, alpha 0.25, rho 1, mean square, all corrected, folded along rows
+
+
+def _options(key: str, *values: Any, optimizer: str = "foam-paper") -> list[Case]:
+    return [Case(str(value), optimizer, options={key: value}) for value in values]
+
+
+# study -> (what is varied, its settings; the one that is FOAM as in the paper is BASE under its value)
+STUDIES: dict[str, tuple[str, list[Case]]] = {
+    "residual": ("residual given back to each weight", [Case("on"), *_options("residual", 0.0)]),
+    "second-moment": (
+        "what the second moment folds",
+        [Case("mean_square"), *_options("second_moment", "square_mean")],
+    ),
+    "level": (
+        "fold level: blocks of 2^level",
+        [*_options("level", 0, 1), Case("2"), *_options("level", 3, 4, 5, 6, 7, 8, "row")],
+    ),
+    "alpha": (
+        "rate of matrices, relative to lr",
+        [Case(f"{x:g}", scale=x) if x != 0.25 else Case("0.25") for x in (0.0625, 0.125, 0.25, 0.5, 1.0)],
+    ),
+    "rho": (
+        "share of the residual",
+        [*_options("residual", 0.0, 0.25, 0.5, 0.75), Case("1.0"), *_options("residual", 1.5)],
+    ),
+    "bias-correction": (
+        "what the bias correction covers",
+        [Case("whole"), *_options("span", "moments", optimizer="foam-ablation")],
+    ),
+    "direction": (
+        "direction of folding",
+        [Case("rows"), *_options("direction", "columns", optimizer="foam-ablation")],
+    ),
+    "residual-in-v": (
+        "residual in both moments, or in the first alone",
+        [Case("both"), *_options("residual_in_v", False, optimizer="foam-ablation")],
+    ),
+}
