@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import sysconfig
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from problems import everything, numbers, same, toy, train
+from problems import everything, learn, numbers, same, toy, train
 from torchfoam import FOAM, PAPER, fold, from_adamw, to_adamw, unfold
 
 
@@ -146,40 +144,6 @@ def test_other_parameters_are_refused() -> None:
 
 
 # ---------------------------------------------------------------------- in AdamW's place, at AdamW's rate
-
-
-class Bytes(nn.Module):
-    """A language model over bytes: the last eight, embedded, through a residual MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(256, 16)
-        self.mix = nn.Linear(8 * 16, 64)
-        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
-        self.lm_head = nn.Linear(64, 256, bias=False)
-
-    def loss(self, text: Tensor) -> Tensor:
-        x = self.mix(self.embed(text.unfold(0, 9, 1)[:, :-1]).flatten(1))
-        x = x + self.down(nn.functional.gelu(self.up(nn.functional.rms_norm(x, (64,)))))
-        return nn.functional.cross_entropy(self.lm_head(x), text[8:])
-
-
-def learn(opt_class: Any, **options: Any) -> float:
-    """Validation loss after 300 steps on Python's own source text."""
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-d]*.py"))
-    text = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8).long()
-    held_out, model = text[:4096], Bytes()
-    opt = opt_class(model if opt_class is FOAM else model.parameters(), **options)
-    places = torch.randint(4096, len(text) - 520, (300,), generator=torch.Generator().manual_seed(1))
-    for k, place in enumerate(places.tolist()):
-        for group in opt.param_groups:
-            group["lr"] = options["lr"] * min((k + 1) / 30, 1.1 - k / 300)
-        opt.zero_grad()
-        model.loss(text[place : place + 520]).backward()
-        opt.step()
-    with torch.no_grad():
-        return model.loss(held_out).item()
 
 
 @pytest.mark.parametrize(
