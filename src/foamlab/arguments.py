@@ -34,7 +34,7 @@ def call(name: str, function: Function, examples: str, args: list[str]) -> int |
     signature = inspect.signature(function, eval_str=True)
     with_config = "config" in signature.parameters
     try:
-        values = parser.parse_args(_recipe_first(args) if with_config else args)
+        values = parser.parse_args(_recipe_first(args, models=name == "plan") if with_config else args)
     except ArgumentError as e:
         raise UserError(_explain(name, e, [*parser.get_defaults().keys(), *signature.parameters])) from None
     positional: list[Any] = []
@@ -70,7 +70,8 @@ def make_parser(name: str, function: Function, examples: str) -> ArgumentParser:
     )  # fmt: skip
     for key, p in inspect.signature(function, eval_str=True).parameters.items():
         if p.annotation is RunConfig:
-            parser.usage = f"foamlab {name} [PRESET | FILE.yaml] [--KEY VALUE ...]"
+            first = "PRESET | FILE.yaml | MODEL" if name == "plan" else "PRESET | FILE.yaml"
+            parser.usage = f"foamlab {name} [{first}] [--KEY VALUE ...]"
             parser.add_argument("--config", action=ActionConfigFile, help="a YAML file; the same as giving it first")
             parser.add_class_arguments(RunConfig, None, as_group=False)
         elif p.kind is p.VAR_POSITIONAL:
@@ -85,11 +86,16 @@ def make_parser(name: str, function: Function, examples: str) -> ArgumentParser:
     return parser
 
 
-def _recipe_first(args: list[str]) -> list[str]:
-    """Turn a leading preset or file, and the settings of a run to resume, into --config, before all other flags."""
+def _recipe_first(args: list[str], models: bool = False) -> list[str]:
+    """Turn a leading preset or file, and the settings of a run to resume, into --config, before all other flags.
+
+    With `models`, a leading word that is neither is the name of a model, which keeps its own vocabulary.
+    """
     first: list[str] = []
     rest = args
-    if args and not args[0].startswith("-"):
+    if args and models and not args[0].startswith("-") and args[0] not in presets() and ".y" not in args[0]:
+        first, rest = [*_model(args[0])], args[1:]
+    elif args and not args[0].startswith("-"):
         first, rest = ["--config", str(recipe(args[0]))], args[1:]
     for k, arg in enumerate(rest):
         if arg == "--resume" or arg.startswith("--resume="):
@@ -101,6 +107,14 @@ def _recipe_first(args: list[str]) -> list[str]:
                 raise UserError(f"no run to resume in {str(folder)!r}: give a folder made by `foamlab train`")
             first = ["--config", str(next(path for path in kept if path.is_file()))]
     return first + rest
+
+
+def _model(name: str) -> list[str]:
+    """Flags for a model that has a vocabulary of its own."""
+    from .models import MODELS
+
+    vocabulary = [f"--data.tokenizer=bpe:{MODELS[name].vocab}"] if name in MODELS else []
+    return [f"--model.name={name}", *vocabulary]
 
 
 def presets() -> dict[str, Path]:

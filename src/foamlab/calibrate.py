@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from . import models, optimizers, simulate
 from .config import RunConfig, TrainConfig, UserError
 from .objective import loss_fn
-from .plan import Planner
+from .planner import Planner
 
 SECOND = "foamlab: the second step"
 

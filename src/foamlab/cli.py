@@ -53,6 +53,57 @@ def train(config: RunConfig, resume: str = "", dry_run: bool = False) -> int:
     return INTERRUPTED if result.status == "interrupted" else 0
 
 
+def plan(
+    config: RunConfig,
+    gpu: str = "",
+    gpus: int = 1,
+    check: bool = False,
+    chart: bool = False,
+    json: bool = False,
+    write: str = "",
+) -> int:
+    """Tell what memory a run needs, and what fits a card, before anything runs.
+
+    Args:
+        gpu: a card (rtx-4090, h100, ...) or a size (24GB is 24e9 bytes, 24GiB is 24 x 2^30); empty means this machine.
+        gpus: data-parallel processes that share the batch.
+        check: also take two real steps here and compare (on train.device).
+        chart: show weights and optimizer state as the paper's memory chart counts them instead.
+        json: print everything as JSON.
+        write: files to write, separated by commas: .html, .json, .yaml (settings that fit), .png, .svg, .pdf.
+    """
+    from json import dumps
+
+    from . import fit, machine, planview
+    from .loop import plain
+    from .planner import Planner
+    from .preview import vocabulary
+
+    here = machine.choose_device(config.train.device)
+    device = "cuda" if gpu else here.type
+    own = "/" in config.model.name or Path(config.model.name).exists()  # such a model brings its vocabulary
+    known = None if own else vocabulary(config.data)
+    if check:
+        from .calibrate import check as compare
+
+        print(planview.check_text(compare(config, str(here), known)))
+        return 0
+    planner = Planner(config, device=device, gpus=gpus, card=gpu or fit.available(here), vocabulary=known)
+    if chart:
+        sizes = fit.chart(planner, config)
+        print(dumps(sizes) if json else _table(("", "GB"), [(k, f"{v / 1e9:.1f}") for k, v in sizes.items()]))
+        return 0
+    answer = fit.fit(planner, config)
+    settings = plain(answer.mildest.config) if answer.mildest else {}
+    print(dumps({**answer.as_dict(), "settings": settings}) if json else planview.text(answer, sys.stdout.isatty()))
+    for path in filter(None, write.split(",")):
+        planview.save(answer, Path(path), settings)
+        print(f"wrote {path}", file=sys.stderr)
+    if answer.why:
+        raise UserError(answer.why)
+    return 0
+
+
 def models(name: str = "", /) -> None:
     """List the models that `--model.name` takes, or show one's configuration. A local Hugging Face folder works too.
 
@@ -149,6 +200,14 @@ COMMANDS: dict[str, Command] = {
         "foamlab train demo --print_config > my.yaml\n"
         "foamlab train --resume runs/llama-1m-foam-1",
         train,
+    ),
+    "plan": Command(
+        "tell what memory a run needs, and what fits a card",
+        "foamlab plan llama-7b --gpu 24GB\n"
+        "foamlab plan llama-1.3b-paper --gpu rtx-4090 --data.sequence 1024 --write plan.html,fits.yaml\n"
+        "foamlab plan qwen-0.5b --gpu 8GiB --optimizer.options.level row --train.batch 64\n"
+        "foamlab plan demo --check",
+        plan,
     ),
     "models": Command("list the models", "foamlab models\nfoamlab models llama-60m", models),
     "optimizers": Command(

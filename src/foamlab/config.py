@@ -114,6 +114,7 @@ class TrainConfig:
         device: auto, cpu, cuda, ...
         sample: prompt of the text generated at the end; empty means none.
         tensorboard: also write TensorBoard events.
+        memory: what to do where the planner finds that the run cannot fit: refuse, warn, or ignore (do not plan).
     """
 
     steps: int = 400
@@ -133,6 +134,7 @@ class TrainConfig:
     device: str = "auto"
     sample: str = "def "
     tensorboard: bool = False
+    memory: Literal["refuse", "warn", "ignore"] = "refuse"
 
 
 @dataclass

@@ -19,7 +19,7 @@ from torchfoam import FOAM
 from . import optimizers, simulate
 from .cards import gb
 from .config import OptimizerConfig, RunConfig, UserError
-from .plan import Plan, Planner, released
+from .planner import Plan, Planner, released
 
 LEVELS = (2, 3, 4, 6, 8, "row")
 STATES = ("float32", "bfloat16", "int8")
@@ -36,7 +36,7 @@ class Fit:
         why: why nothing fits, or "".
         rows, sequence: most rows a pass (at the sequence length set), and the longest sequence (one row a pass), that
             `mildest` has room for; 0 where nothing fits or there is no card.
-        rivals: for every optimizer at its defaults: name, state, total, fits.
+        rivals: for every optimizer at its defaults: name, state, total, fits, peak.
         sharded: number of GPUs -> bytes on each, if the run is sharded over them by FSDP2 (modelled).
     """
 
@@ -219,7 +219,7 @@ def sharded(planner: Planner, config: RunConfig, gpus: int) -> int:
     once, what belongs to no block is whole throughout, and each GPU passes its share of the rows.
     """
     batch = config.train.batch - config.train.batch % gpus
-    few = Planner(planner.base, planner.source, planner.device, gpus, planner.lora, None, planner.vocabulary)
+    few = Planner(planner.base, planner.source, planner.device, gpus, None, planner.vocabulary)
     few._cache = planner._cache
     plan = few.plan(replace(config, train=replace(config.train, batch=batch)))
     model = planner.model(plan.config)
@@ -238,10 +238,12 @@ def rivals(planner: Planner, asked: Plan) -> list[dict[str, Any]]:
     rows = []
     for name in optimizers.OPTIMIZERS:
         try:
-            plan = planner.plan(replace(asked.config, optimizer=OptimizerConfig(name)))
+            options = {"from_scratch": True} if name == "lora" else {}
+            plan = planner.plan(replace(asked.config, optimizer=OptimizerConfig(name, options=options)))
         except UserError:
             continue
-        rows.append({"name": name, "state": plan.exact["state"], "total": plan.total, "fits": plan.fits})
+        size = {"state": plan.exact["state"], "total": plan.total, "peak": plan.peak}
+        rows.append({"name": name, "fits": plan.fits, **size})
     return rows
 
 
@@ -294,12 +296,12 @@ def available(device: torch.device) -> int:
 
 
 def preflight(config: RunConfig, device: torch.device, vocabulary: int, gpus: int = 1) -> str:
-    """A warning if the run may not fit the device, or "".
+    """A warning if the run may not fit the device, or ""; `train.memory` says what follows.
 
     Raises:
         UserError: it cannot fit; the message says what to change.
     """
-    capacity = available(device)
+    capacity = available(device) if config.train.memory != "ignore" else 0
     if not capacity:
         return ""
     planner = Planner(config, device=device.type, gpus=gpus, card=capacity, vocabulary=vocabulary)
@@ -310,8 +312,8 @@ def preflight(config: RunConfig, device: torch.device, vocabulary: int, gpus: in
     if plan.total <= 0.95 * capacity:
         return ""
     advice = advise(planner, plan)
-    if plan.total > 1.05 * capacity:
-        raise UserError(f"{advice} (--train.memory ignore runs it all the same)")
+    if plan.total > 1.05 * capacity and config.train.memory == "refuse":
+        raise UserError(f"{advice} (--train.memory warn tries it all the same)")
     return advice
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import checkpoint, data, machine, models, optimizers
+from . import checkpoint, data, fit, machine, models, optimizers
 from .config import RunConfig, TrainConfig, UserError
 from .loop import OnEvent, Result, Training, plain
 
@@ -29,7 +29,7 @@ FIXED = (
 # settings that change no weight: they may change without a word
 FREE = (
     "out", "data.cache", "data.workers", "train.eval_every", "train.eval_tokens", "train.checkpoint_every",
-    "train.keep", "train.patience", "train.sample", "train.tensorboard",
+    "train.keep", "train.patience", "train.sample", "train.tensorboard", "train.memory",
 )  # fmt: skip
 
 
@@ -77,12 +77,20 @@ def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = 
         if resume is not None and saved["data"] != corpus.describe()["hash"]:
             raise UserError(f"{source} was trained on other text or tokens than {config.data.name} has now: start anew")
         dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
-        model = models.build(config.model, corpus.vocab_size, config.data.sequence, world.device, dtype, t.seed)
-        run = Training(config, world, corpus, model, optimizers.build(config.optimizer, model), emit)
-        if resume is not None:
-            run.restore(source, saved)
-        run.open(folder, (lambda: folder) if resume is not None else (lambda: new_folder(config)))
-        return run.go()
+        place = (config, world.device, corpus.vocab_size, world.size)
+        if remark := fit.preflight(*place) if t.steps else "":
+            emit({"kind": "note", "message": remark})
+        try:
+            model = models.build(config.model, corpus.vocab_size, config.data.sequence, world.device, dtype, t.seed)
+            run = Training(config, world, corpus, model, optimizers.build(config.optimizer, model), emit)
+            if resume is not None:
+                run.restore(source, saved)
+            run.open(folder, (lambda: folder) if resume is not None else (lambda: new_folder(config)))
+            return run.go()
+        except (MemoryError, RuntimeError) as e:
+            if not fit.out_of_memory(e):
+                raise
+            raise UserError(fit.after(*place)) from e
 
 
 def check(t: TrainConfig) -> None:

@@ -8,29 +8,23 @@ What fits a card is `fit.py`'s to find; predictions are held against real steps 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import get_total_norm
-from torch.optim import Optimizer
-
-from torchfoam import FOAM, backends
 
 from . import models, optimizers, simulate
 from .cards import memory
 from .config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig, UserError
+from .footprint import Footprint
 from .objective import loss_fn
 
 # Assumed, not measured: what a CUDA context with torch's kernels and cuBLAS takes, and the share of everything else
 # that the caching allocator loses to rounding and fragments.
 CONTEXT = 600 * 10**6
 SLACK = 0.03
-# the backend of FOAM that performs a step on each kind of device without tensors of its own
-FUSED = {"cpu": "cpu", "cuda": "triton"}
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,6 @@ def plan(
     precision: str = "auto",
     checkpointing: bool = False,
     gpus: int = 1,
-    lora: int = 0,
     **options: Any,
 ) -> Plan:
     """What a training run needs, component by component.
@@ -96,7 +89,7 @@ def plan(
 
     Args:
         model: a preset or a Hugging Face folder; a transformers configuration; a module (it is copied without its
-            weights); or a whole `RunConfig`, and then all settings but card, device, gpus and lora are taken from it.
+            weights); or a whole `RunConfig`, and then all settings but card, device and gpus are taken from it.
         optimizer: an entry of OPTIMIZERS, or its settings; `options` are its further keywords (level, state, ...).
         card: a card's name or a size ("24GB"), to compare with.
         device: "cuda" (default) or "cpu", whose kernels and overheads are meant.
@@ -104,7 +97,6 @@ def plan(
         precision: float32, bfloat16, mixed; auto is mixed on CUDA and float32 on CPUs.
         checkpointing: activations are computed again in the backward pass.
         gpus: data-parallel processes that share the batch.
-        lora: rank of adapters on all linear layers; 0 trains all weights.
 
     Raises:
         UserError: an unknown model, optimizer, option, card or size; a model that cannot be simulated.
@@ -117,11 +109,11 @@ def plan(
         config = RunConfig(
             model=replace(named, checkpointing=named.checkpointing or checkpointing),
             data=DataConfig(sequence=sequence),
-            optimizer=replace(settings, options={**settings.options, **options}),
+            optimizer=with_options(settings, **options),
             train=TrainConfig(batch=batch, micro_batch=micro_batch, precision=precision),  # type: ignore[arg-type]
         )
     source = None if isinstance(model, (str, ModelConfig, RunConfig)) else model
-    return Planner(config, source, device or "cuda", gpus=gpus, lora=lora, card=card).plan(config)
+    return Planner(config, source, device or "cuda", gpus=gpus, card=card).plan(config)
 
 
 @dataclass
@@ -131,7 +123,7 @@ class Planner:
     Args:
         base: settings that say which model.
         source: a module or transformers configuration in its place.
-        device, gpus, lora, card: as in `plan`.
+        device, gpus, card: as in `plan`.
         vocabulary: tokens of the model; None takes its own.
     """
 
@@ -139,18 +131,16 @@ class Planner:
     source: Any = None
     device: str = "cuda"
     gpus: int = 1
-    lora: int = 0
     card: str | int | None = None
     vocabulary: int | None = None
     _cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        if self.device.partition(":")[0] not in FUSED:
+        if self.device.partition(":")[0] not in ("cpu", "cuda"):
             raise UserError(f"cannot plan for device {self.device!r}: use cpu or cuda")
         self.device = self.device.partition(":")[0]
-        for name in ("gpus", "lora"):
-            if getattr(self, name) < (name == "gpus"):
-                raise UserError(f"{name} must be at least {int(name == 'gpus')}, got {getattr(self, name)}")
+        if self.gpus < 1:
+            raise UserError(f"gpus must be at least 1, got {self.gpus}")
         self.capacity = memory(self.card) if isinstance(self.card, str) and self.card else self.card or None
 
     def plan(self, config: RunConfig) -> Plan:
@@ -201,23 +191,19 @@ class Planner:
         train = replace(t, precision=precision, micro_batch=micro)
         return replace(config, optimizer=optimizers.resolve(config.optimizer), train=train)
 
-    def model(self, config: RunConfig) -> nn.Module:
-        """The model on the meta device."""
-        key = ("model", config.train.precision == "bfloat16", config.data.sequence)
+    def model(self, config: RunConfig) -> Any:
+        """The model on the meta device, with adapters where the optimizer adds them."""
+        adapters = repr(config.optimizer.options) if config.optimizer.name == "lora" else ""
+        key = ("model", config.train.precision == "bfloat16", config.data.sequence, adapters)
         if key not in self._cache:
-            dtype = torch.bfloat16 if config.train.precision == "bfloat16" else torch.float32
-            self._cache[key] = self.adapted(self.bare(config, dtype))
-            self._cache[key].train()
-        model: Any = self._cache[key]
+            model = self.bare(config, torch.bfloat16 if config.train.precision == "bfloat16" else torch.float32)
+            if adapters:
+                optimizers.build(with_options(config.optimizer, from_scratch=True), model)
+            self._cache[key] = model.train()
         if self._cache.get((key, "checkpointing"), False) != config.model.checkpointing:
-            if not hasattr(model, "gradient_checkpointing_enable"):
-                raise UserError(f"{type(model).__name__} has no switch for checkpointing: plan without it")
-            if config.model.checkpointing:
-                model.gradient_checkpointing_enable({"use_reentrant": False})
-            else:
-                model.gradient_checkpointing_disable()
+            switch_checkpointing(self._cache[key], config.model.checkpointing)
             self._cache[key, "checkpointing"] = config.model.checkpointing
-        return model
+        return self._cache[key]
 
     def positions(self, config: RunConfig) -> int:
         """Longest sequence that the model's own configuration allows; 0 if nothing limits it."""
@@ -231,27 +217,27 @@ class Planner:
         if isinstance(self.source, nn.Module):
             memo = {id(x): hollow(x, dtype) for x in [*self.source.parameters(), *self.source.buffers()]}
             return copy.deepcopy(self.source, memo)
+        name = config.model.name
+        if (
+            self.source is None
+            and name not in models.MODELS
+            and ("/" in name or Path(name).is_file())
+            and not Path(name).is_dir()
+        ):
+            self.source = configuration(name)
         if self.source is not None:
-            return models._random(copy.deepcopy(self.source), "meta", dtype, 0)
+            return skeleton(copy.deepcopy(self.source), dtype)
         plain = replace(config.model, checkpointing=False)
         return models.build(plain, self.vocabulary, config.data.sequence, "meta", dtype)
 
-    def adapted(self, model: nn.Module) -> nn.Module:
-        """The model with LoRA adapters of rank `lora`, if any."""
-        if not self.lora:
-            return model
-        try:
-            from peft import LoraConfig, get_peft_model
-        except ImportError:
-            raise UserError("planning for LoRA needs peft: pip install 'torchfoam[lora]'") from None
-        settings = LoraConfig(r=self.lora, target_modules="all-linear", task_type="CAUSAL_LM")
-        return get_peft_model(model, settings, low_cpu_mem_usage=True)
-
-    def optimizer(self, config: RunConfig) -> OptimizerBytes:
+    def optimizer(self, config: RunConfig) -> Footprint:
         """What the optimizer keeps and needs."""
         key = ("optimizer", config.train.precision == "bfloat16", config.data.sequence, repr(config.optimizer))
         if key not in self._cache:
-            self._cache[key] = OptimizerBytes(config.optimizer, self.model(config), self.device)
+            model = self.model(config)
+            adapters = config.optimizer.name == "lora"  # they are in the model already, and AdamW's to train
+            kind = replace(config.optimizer, name="adamw", options={}) if adapters else config.optimizer
+            self._cache[key] = Footprint(kind, model, self.device)
         return self._cache[key]
 
     def passes(self, config: RunConfig) -> simulate.Peak:
@@ -259,8 +245,8 @@ class Planner:
         t = config.train
         rows = t.batch // self.gpus
         many = rows > t.micro_batch
-        key = ("passes", t.precision, config.model.checkpointing, t.micro_batch, config.data.sequence, many,
-               released(config))  # fmt: skip
+        key = ("passes", id(self.model(config)), t.precision, config.model.checkpointing, t.micro_batch,
+               config.data.sequence, many, released(config))  # fmt: skip
         if key not in self._cache:
             try:
                 self._cache[key] = simulate.passes(
@@ -280,92 +266,47 @@ def released(config: RunConfig) -> bool:
     return bool(getattr(config.train, "release", False))
 
 
+def with_options(config: OptimizerConfig, **options: Any) -> OptimizerConfig:
+    return replace(config, options={**config.options, **options})
+
+
+def switch_checkpointing(model: Any, on: bool) -> None:
+    """Recompute activations in the backward pass, or do not."""
+    names = ("activation_checkpointing", "gradient_checkpointing")  # transformers renamed it on its way to 6
+    name = next((name for name in names if hasattr(model, f"{name}_enable")), "")
+    if not name:
+        raise UserError(f"{type(model).__name__} has no switch for checkpointing: plan without it")
+    getattr(model, f"{name}_enable")({"use_reentrant": False}) if on else getattr(model, f"{name}_disable")()
+
+
+def configuration(name: str) -> Any:
+    """The transformers configuration of a hub model, or in a config.json; code of others is never run."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as e:
+        raise UserError(
+            f"no model configuration at {name!r}: {' '.join(str(e).split())[:160]}; "
+            "give a preset of `foamlab models`, a Hugging Face folder, a config.json, or a name on the hub"
+        ) from e
+
+
+def skeleton(configuration: Any, dtype: torch.dtype) -> nn.Module:
+    """A causal language model of a transformers configuration, on the meta device."""
+    from transformers import AutoModelForCausalLM
+
+    configuration.use_cache = False
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(configuration, attn_implementation="sdpa", dtype=dtype)
+    except (ValueError, AttributeError, TypeError) as e:
+        raise UserError(f"cannot build {type(configuration).__name__}: {' '.join(str(e).split())[:200]}") from e
+
+
 def hollow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor like x without bytes; parameters take the dtype that the run will hold them in."""
     if isinstance(x, nn.Parameter):
         kind = dtype if x.is_floating_point() else x.dtype
         return nn.Parameter(torch.empty(x.shape, dtype=kind, device="meta"), x.requires_grad)
     return torch.empty_like(x, device="meta")
-
-
-class OptimizerBytes:
-    """What an optimizer keeps, exactly, and what a step needs for a while.
-
-    The real optimizer is built over the model, without the blocks that are like the others, and takes its steps on the
-    meta device. Parameters of one group, shape and dtype have the same state, so one of each stands for all.
-
-    Args:
-        config: which optimizer.
-        model: on the meta device.
-        device: "cpu" or "cuda", whose kernels are meant.
-
-    Raises:
-        UserError: an optimizer that cannot be built, or cannot step on the meta device.
-    """
-
-    def __init__(self, config: OptimizerConfig, model: nn.Module, device: str) -> None:
-        self.config, self.device = config, device
-        # kernels cannot step without bytes
-        options = {k: x for k, x in config.options.items() if k != "backend"}
-        with simulate.fewer_blocks(model, by_name=bool(options.get("overrides"))) as (middle, extra):
-            self.optimizer = optimizers.build(replace(config, options=options), model)
-        often = {id(p) for p in middle}
-        alike: dict[Any, list[nn.Parameter]] = {}
-        for k, group in enumerate(self.optimizer.param_groups):
-            for p in group["params"]:
-                alike.setdefault((k, p.shape, p.dtype), []).append(p)
-        self.stand_ins = [same[0] for same in alike.values()]
-        if not isinstance(self.optimizer, FOAM):  # whose state is there from the beginning
-            self.step()
-        counts = [sum(1 + extra * (id(p) in often) for p in same) for same in alike.values()]
-        self.state = sum(
-            optimizers.state_bytes(self.optimizer, {"params": [p]}) * n for p, n in zip(self.stand_ins, counts)
-        )
-
-    def step(self, leave: Iterable[int] = ()) -> int:
-        """One step, without the groups `leave`; returns the most bytes that were alive for a while."""
-        left = {id(p) for k in leave for p in self.optimizer.param_groups[k]["params"]}
-        gradients = [torch.empty_like(p) for p in self.stand_ins]
-        for p, g in zip(self.stand_ins, gradients):
-            p.grad = None if id(p) in left else g
-        tracker = simulate.Tracker()
-        try:
-            with tracker:
-                get_total_norm(gradients)
-                self.optimizer.step()
-        except (RuntimeError, NotImplementedError) as e:
-            raise UserError(f"cannot plan optimizer {self.config.name}: {' '.join(str(e).split())[:200]}") from e
-        finally:
-            for p in self.stand_ins:
-                p.grad = None
-        tracker.mark("end")
-        return sum(tracker.segments[-1].top.values())
-
-    @cached_property
-    def scratch(self) -> int:
-        """Bytes that a step needs besides weights, gradients and state."""
-        return self.step(leave=fused_groups(self.optimizer, self.config.options, self.device))
-
-
-def fused_groups(optimizer: Optimizer, options: Mapping[str, Any], device: str) -> list[int]:
-    """Indices of the groups whose step needs no tensors of its own on `device`."""
-    if isinstance(optimizer, FOAM):
-        return [
-            k for k, group in enumerate(optimizer.param_groups) if foam_fused(group, options.get("backend"), device)
-        ]
-    out, k = [], 0
-    for part in getattr(optimizer, "parts", [optimizer]):
-        plain = type(part) in (torch.optim.Adam, torch.optim.AdamW)
-        if plain and options.get("fused", True) and not options.get("foreach"):
-            out += list(range(k, k + len(part.param_groups)))
-        k += len(part.param_groups)
-    return out
-
-
-def foam_fused(group: Mapping[str, Any], backend: str | None, device: str) -> bool:
-    """Whether a kernel, not plain torch, steps this group: it is asked for, or there, and takes rule and state."""
-    name = FUSED[device]
-    known = backends().get(name)
-    there = known == "ok" or (device == "cuda" and known is not None)  # planned here for a machine with a GPU
-    takes = group["rule"] == "adam" and (device == "cpu" or group["state"] != "int8")
-    return there and takes and backend in (None, name)

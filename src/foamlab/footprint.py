@@ -1,0 +1,108 @@
+"""What an optimizer costs in memory: what it keeps, to the byte, and what its step needs for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from torchfoam import FOAM, backends
+
+from . import optimizers, simulate
+from .config import OptimizerConfig, UserError
+
+# the backend of FOAM that performs a step on each kind of device without tensors of its own
+FUSED = {"cpu": "cpu", "cuda": "triton"}
+
+
+class Footprint:
+    """What an optimizer keeps, exactly, and what a step needs for a while.
+
+    The real optimizer is built over the model, without the blocks that are like the others, and takes its steps on the
+    meta device. Parameters of one group, shape and dtype have the same state, so one of each stands for all.
+
+    Args:
+        config: which optimizer.
+        model: on the meta device.
+        device: "cpu" or "cuda", whose kernels are meant.
+
+    Raises:
+        UserError: an optimizer that cannot be built, or cannot step on the meta device.
+    """
+
+    def __init__(self, config: OptimizerConfig, model: nn.Module, device: str) -> None:
+        self.config, self.device = config, device
+        # kernels cannot step without bytes
+        options = {k: x for k, x in config.options.items() if k != "backend"}
+        with simulate.fewer_blocks(model, by_name=bool(options.get("overrides"))) as (middle, extra):
+            self.optimizer = optimizers.build(replace(config, options=options), model)
+        often = {id(p) for p in middle}
+        alike: dict[Any, list[nn.Parameter]] = {}
+        for k, group in enumerate(self.optimizer.param_groups):
+            for p in group["params"]:
+                alike.setdefault((k, p.shape, p.dtype), []).append(p)
+        self.stand_ins = [same[0] for same in alike.values()]
+        if not isinstance(self.optimizer, FOAM):  # whose state is there from the beginning
+            self.step()
+        counts = [sum(1 + extra * (id(p) in often) for p in same) for same in alike.values()]
+        # what several parameters share (bitsandbytes' code tables) counts once
+        whole = self._bytes(self.stand_ins)
+        own = [whole - self._bytes([q for q in self.stand_ins if q is not p]) for p in self.stand_ins]
+        self.state = whole + sum((n - 1) * size for n, size in zip(counts, own))
+
+    def _bytes(self, params: list[nn.Parameter]) -> int:
+        return optimizers.state_bytes(self.optimizer, {"params": params})
+
+    def step(self, leave: Iterable[int] = ()) -> int:
+        """One step, without the groups `leave`; returns the most bytes that were alive for a while."""
+        left = {id(p) for k in leave for p in self.optimizer.param_groups[k]["params"]}
+        gradients = [torch.empty_like(p) for p in self.stand_ins]
+        for p, g in zip(self.stand_ins, gradients):
+            p.grad = None if id(p) in left else g
+        tracker = simulate.Tracker(hypothetical=True)
+        try:
+            with tracker:
+                get_total_norm(gradients)
+                self.optimizer.step()
+        except (RuntimeError, NotImplementedError) as e:
+            raise UserError(f"cannot plan optimizer {self.config.name}: {' '.join(str(e).split())[:200]}") from e
+        finally:
+            for p in self.stand_ins:
+                p.grad = None
+        tracker.mark("end")
+        return sum(tracker.segments[-1].top.values())
+
+    @cached_property
+    def scratch(self) -> int:
+        """Bytes that a step needs besides weights, gradients and state."""
+        return self.step(leave=fused_groups(self.optimizer, self.config.options, self.device))
+
+
+def fused_groups(optimizer: Optimizer, options: Mapping[str, Any], device: str) -> list[int]:
+    """Indices of the groups whose step needs no tensors of its own on `device`."""
+    if isinstance(optimizer, FOAM):
+        return [
+            k for k, group in enumerate(optimizer.param_groups) if foam_fused(group, options.get("backend"), device)
+        ]
+    out, k = [], 0
+    for part in getattr(optimizer, "parts", [optimizer]):
+        plain = type(part) in (torch.optim.Adam, torch.optim.AdamW)
+        if plain and options.get("fused", True) and not options.get("foreach"):
+            out += list(range(k, k + len(part.param_groups)))
+        k += len(part.param_groups)
+    return out
+
+
+def foam_fused(group: Mapping[str, Any], backend: str | None, device: str) -> bool:
+    """Whether a kernel, not plain torch, steps this group: it is asked for, or there, and takes rule and state."""
+    name = FUSED[device]
+    known = backends().get(name)
+    there = known == "ok" or (device == "cuda" and known is not None)  # planned here for a machine with a GPU
+    takes = group["rule"] == "adam" and group["state"] != "int8"
+    return there and takes and backend in (None, name)
