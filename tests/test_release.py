@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tolerances import exact
 from torch import nn
 
+from tolerances import exact
 from torchfoam import FOAM, GradientRelease
 
 
@@ -36,7 +36,9 @@ def train(release: bool, steps: int = 5, **options: object) -> tuple[nn.Module, 
     return model, opt
 
 
-@pytest.mark.parametrize("options", [{}, {"level": 0}, {"state": "int8", "level": "row"}, {"rule": "mini"}, {"rule": "muon"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"level": 0}, {"state": "int8", "level": "row"}, {"rule": "mini"}, {"rule": "muon"}]
+)
 def test_released_steps_equal_plain_ones(options: dict[str, object]) -> None:
     (plain, a), (released, b) = train(False, **options), train(True, **options)
     for (name, p), q in zip(plain.named_parameters(), released.parameters()):
@@ -51,7 +53,7 @@ def test_a_second_backward_is_refused() -> None:
     GradientRelease(opt)
     ids = torch.arange(5)
     model(ids).sum().backward()
-    with pytest.raises(RuntimeError, match="second backward pass before opt.step"):
+    with pytest.raises(RuntimeError, match="second backward pass before opt"):
         model(ids).sum().backward()
 
 
@@ -66,6 +68,17 @@ def test_clip_and_nonfinite_are_per_parameter() -> None:
     torch.testing.assert_close(w.norm(), torch.tensor(8**0.5 / (1 + 8**0.5)))  # g = 1 / sqrt 8 each, u = g / (g + 1)
     (w * 2).sum().backward()
     assert w.grad is not None  # removed: gradients stay again
+
+
+def test_norm_of_all_gradients_is_told() -> None:
+    w, x = nn.Parameter(torch.zeros(2, 4)), nn.Parameter(torch.zeros(2, 4))
+    opt = FOAM([w, x])
+    with GradientRelease(opt, skip_nonfinite=True) as release:
+        assert release.grad_norm() == 0
+        (3 * w.sum() + 4 * x.sum()).backward()
+        torch.testing.assert_close(release.grad_norm(), torch.tensor((8 * 9 + 8 * 16) ** 0.5))
+        opt.step()
+        assert release.grad_norm() == 0
 
 
 def test_nonsense_clip() -> None:

@@ -102,8 +102,12 @@ class TrainConfig:
         micro_batch: rows per forward pass on one rank; 0 means all of its share at once.
         warmup: share of the steps with rising learning rate.
         final: learning rate at the end of the cosine, relative to the peak.
-        clip: largest gradient norm; 0 means no clipping.
+        clip: largest norm of all gradients together; 0 means no clipping.
+        clip_each: largest norm of each parameter's own gradient; 0 means none. The one that release can do.
+        release: step each weight inside the backward pass and free its gradient at once; FOAM only, clip must be 0.
+        chunked_loss: tokens whose logits exist at once (computed again in the backward pass); 0 means all.
         precision: float32, bfloat16 (weights and gradients too), mixed (float32 weights, bfloat16 autocast), or auto.
+        residual_every: steps between records of FOAM's residual ratios, per matrix; 0 means none.
         eval_every: steps between evaluations; 0 means only at the end.
         eval_tokens: tokens of the validation split used in each evaluation.
         checkpoint_every: steps between checkpoints; 0 means only at the end and on interruption.
@@ -123,7 +127,11 @@ class TrainConfig:
     warmup: float = 0.1
     final: float = 0.1
     clip: float = 1.0
+    clip_each: float = 0.0
+    release: bool = False
+    chunked_loss: int = 0
     precision: Literal["auto", "float32", "bfloat16", "mixed"] = "auto"
+    residual_every: int = 0
     eval_every: int = 100
     eval_tokens: int = 65536
     checkpoint_every: int = 200

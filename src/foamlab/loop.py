@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +20,12 @@ import torch
 import yaml
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
-from . import checkpoint, data, machine, optimizers, record
+from . import checkpoint, data, machine, optimizers, record, thrift
 from .config import RunConfig, UserError
 from .objective import loss_fn, perplexity, sample, schedule
+from .record import Result
 
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -32,42 +33,6 @@ OnEvent = Callable[[dict[str, Any]], None]
 PLACE = ("step", "tokens", "seconds", "skipped", "in_row", "loss")
 # what of an optimizer's groups follows the settings on resume, not the saved state
 TUNABLE = ("lr", "betas", "momentum", "eps", "weight_decay", "scale")
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a run ended.
-
-    Args:
-        status: "done", or "interrupted" (by Ctrl-C or SIGTERM, after saving).
-        folder: the run folder.
-        step: steps taken, skipped ones included.
-        loss, perplexity: of the last evaluation, in nats per token and its exponential; None if there was none.
-        tokens, seconds: trained on, and the time of it without evaluation and saving; resumed parts are included.
-        skipped: steps left out because loss or gradient was not finite.
-        bytes: of weights, gradients, optimizer state and peak memory (`peak_of` says of what).
-        sample: generated text.
-    """
-
-    status: str
-    folder: Path
-    step: int
-    loss: float | None
-    perplexity: float | None
-    tokens: int
-    seconds: float
-    skipped: int
-    bytes: dict[str, Any]
-    sample: str
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    def summary(self) -> dict[str, Any]:
-        """`result` of `run.json`."""
-        names = ("step", "loss", "perplexity", "tokens", "seconds", "tokens_per_second", "skipped")
-        return {name: getattr(self, name) for name in names}
 
 
 class Batch(NamedTuple):
@@ -91,6 +56,7 @@ class Training:
     ) -> None:
         self.config, self.world, self.corpus, self.emit = config, world, corpus, emit
         self.model, self.optimizer = model, optimizer
+        self.release = thrift.release(config.train, optimizer, world.size)
         self.parallel = DistributedDataParallel(model, broadcast_buffers=False) if world.size > 1 else model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.base = [float(group["lr"]) for group in optimizer.param_groups]
@@ -204,8 +170,11 @@ class Training:
         """Take one step, or skip it on all processes alike; returns the next batch, and whether to stop."""
         t, begin = self.config.train, time.perf_counter()
         self.seed(self.step)
+        factor = schedule(self.step, t)
+        self.rate(factor)  # with gradient release, weights move in the backward pass
         mine = self.backward(batch)
-        norm = get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = self.release.grad_norm() if self.release else get_total_norm(gradients)
         facts = torch.stack([mine, (~norm.isfinite()).double(), torch.full_like(mine, float(asked()))])
         # the host prepares the next batch while the device still works on this one
         following = self.fetch(self.step + 1)
@@ -213,12 +182,13 @@ class Training:
         facts = torch.cat([self.world.sum(facts), torch.stack([norm.double(), batch.tokens])])
         loss, bad, stop, size, tokens = facts.tolist()
         loss /= max(tokens, 1)
-        factor = schedule(self.step, t)
         why = f"the loss is {loss}" if not math.isfinite(loss) else "the gradient is not finite" if bad else ""
         if not why:
-            if 0 < t.clip < size:
-                clip_grads_with_norm_(self.parameters, t.clip, norm)
-            self.rate(factor)
+            thrift.clip(t, self.parameters, norm, size)
+            if t.residual_every and (self.step + 1) % t.residual_every == 0:
+                values = self.optimizer.residual_ratio()  # type: ignore[attr-defined]
+                self.log("residual", {"step": self.step + 1, "values": values})
+        if not why or self.release:  # which has stepped already, and only waits to be told that the step is over
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         took = time.perf_counter() - begin
@@ -240,14 +210,15 @@ class Training:
             alone = isinstance(self.parallel, DistributedDataParallel) and k < len(batch.pieces)
             with self.parallel.no_sync() if alone else nullcontext():  # type: ignore[operator]
                 loss = self.loss_of(self.parallel, ids, labels)
-                (loss * scale).backward()
+                if not self.release or loss.isfinite():  # what is not finite must not reach the weights
+                    (loss * scale).backward()
             total += loss.detach()
         return total
 
     def loss_of(self, model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
         mixed = self.config.train.precision == "mixed"
         with torch.autocast(self.world.device.type, torch.bfloat16, enabled=mixed):
-            return loss_fn(model, ids, labels)
+            return loss_fn(model, ids, labels, self.config.train.chunked_loss)
 
     def rate(self, factor: float) -> None:
         """Set each group's learning rate to `factor` of its own."""

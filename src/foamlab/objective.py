@@ -11,13 +11,17 @@ from torch import Tensor, nn
 
 from .config import RunConfig, TrainConfig
 from .data import IGNORED
+from .thrift import chunked_loss
 
 
-def loss_fn(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+def loss_fn(model: nn.Module, ids: Tensor, labels: Tensor, chunk: int = 0) -> Tensor:
     """Cross entropy in nats, summed over the tokens of labels that are not -100: a float32 scalar.
 
-    Shapes: ids, labels int64 [rows, sequence]; the model's logits [rows, sequence, vocabulary].
+    Shapes: ids, labels int64 [rows, sequence]; the model's logits [rows, sequence, vocabulary], or with `chunk` those
+    of that many tokens at a time (`thrift.chunked_loss`).
     """
+    if chunk:
+        return chunked_loss(model, ids, labels, chunk)
     logits = model(input_ids=ids).logits
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 

@@ -53,8 +53,44 @@ class Run:
         return str(self.info.get("status", "running"))
 
     def lines(self, kind: str) -> list[dict[str, Any]]:
-        """The metrics lines of one kind: "train", "eval" or "skip"."""
+        """The metrics lines of one kind: "train", "eval", "skip" or "residual"."""
         return [line for line in self.metrics if line.get("kind") == kind]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended.
+
+    Args:
+        status: "done", or "interrupted" (by Ctrl-C or SIGTERM, after saving).
+        folder: the run folder.
+        step: steps taken, skipped ones included.
+        loss, perplexity: of the last evaluation, in nats per token and its exponential; None if there was none.
+        tokens, seconds: trained on, and the time of it without evaluation and saving; resumed parts are included.
+        skipped: steps left out because loss or gradient was not finite.
+        bytes: of weights, gradients, optimizer state and peak memory (`peak_of` says of what).
+        sample: generated text.
+    """
+
+    status: str
+    folder: Path
+    step: int
+    loss: float | None
+    perplexity: float | None
+    tokens: int
+    seconds: float
+    skipped: int
+    bytes: dict[str, Any]
+    sample: str
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def summary(self) -> dict[str, Any]:
+        """`result` of `run.json`."""
+        names = ("step", "loss", "perplexity", "tokens", "seconds", "tokens_per_second", "skipped")
+        return {name: getattr(self, name) for name in names}
 
 
 class Recorder:
@@ -137,6 +173,8 @@ class Board:
             self.add(line)
 
     def add(self, line: Mapping[str, Any]) -> None:
+        for name, value in line.get("values", {}).items():
+            self._writer.add_scalar(f"{line['kind']}/{name}", value, line["step"])
         names = {"train": TRAIN_SCALARS, "eval": ("loss", "perplexity")}.get(line["kind"], ())
         for name in names:
             if (value := line.get(name)) is not None:

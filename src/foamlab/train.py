@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import checkpoint, data, fit, machine, models, optimizers
+from . import checkpoint, data, fit, machine, models, optimizers, thrift
 from .config import RunConfig, TrainConfig, UserError
 from .loop import OnEvent, Result, Training, plain
 
@@ -29,7 +29,8 @@ FIXED = (
 # settings that change no weight: they may change without a word
 FREE = (
     "out", "data.cache", "data.workers", "train.eval_every", "train.eval_tokens", "train.checkpoint_every",
-    "train.keep", "train.patience", "train.sample", "train.tensorboard", "train.memory",
+    "train.keep", "train.patience", "train.sample", "train.tensorboard", "train.memory", "train.release",
+    "train.residual_every",
 )  # fmt: skip
 
 
@@ -82,6 +83,8 @@ def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = 
             emit({"kind": "note", "message": remark})
         try:
             model = models.build(config.model, corpus.vocab_size, config.data.sequence, world.device, dtype, t.seed)
+            if t.chunked_loss:
+                thrift.check_head(model)
             run = Training(config, world, corpus, model, optimizers.build(config.optimizer, model), emit)
             if resume is not None:
                 run.restore(source, saved)
@@ -106,6 +109,7 @@ def check(t: TrainConfig) -> None:
             raise UserError(f"train.{name} is a share, from 0 to 1; got {getattr(t, name)}")
     if not t.clip >= 0:
         raise UserError(f"train.clip must be at least 0 (no clipping), got {t.clip}")
+    thrift.check(t)
 
 
 def changes(old: dict[str, Any], new: dict[str, Any], source: Path) -> Iterable[str]:

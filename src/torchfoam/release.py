@@ -29,7 +29,7 @@ class GradientRelease:
     Args:
         opt: the optimizer; parameters added to it later are not covered.
         clip: largest norm of each parameter's own gradient (not the global norm); 0 means none.
-        skip_nonfinite: leave a parameter alone where its gradient holds an infinity or NaN, and count it in `skipped`.
+        skip_nonfinite: leave a parameter alone where its gradient's norm is not finite, and count it in `skipped`.
 
     Raises:
         RuntimeError: torch.distributed runs with several ranks and the parameters are replicas; or, in the backward
@@ -47,7 +47,8 @@ class GradientRelease:
         self.opt, self.clip, self.skip_nonfinite = opt, clip, skip_nonfinite
         self.skipped = 0
         self._stepped: set[Tensor] = set()
-        self._handles: list[RemovableHandle] = [opt.register_step_post_hook(lambda *_: self._stepped.clear())]
+        self._norms: list[Tensor] = []
+        self._handles: list[RemovableHandle] = [opt.register_step_post_hook(lambda *_: self._closed())]
         number = 0
         for group in opt.param_groups:
             for i, p in enumerate(group["params"], number):
@@ -65,13 +66,29 @@ class GradientRelease:
             )
         assert p.grad is not None
         self._stepped.add(p)
-        if self.clip:
-            p.grad.mul_((self.clip / (p.grad.norm() + 1e-6)).clamp(max=1.0))
-        if self.skip_nonfinite and not p.grad.isfinite().all():
+        norm = None
+        if self.clip or self.skip_nonfinite:
+            wide = torch.promote_types(p.grad.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(p.grad, dtype=wide)
+            self._norms.append(norm)
+        if self.skip_nonfinite and norm is not None and not norm.isfinite():
             self.skipped += 1
         else:
+            if self.clip and norm is not None:
+                p.grad.mul_((self.clip / (norm + 1e-6)).clamp(max=1.0))
             self.opt.step_parameter(p, group, number)
         p.grad = None
+
+    def _closed(self) -> None:
+        self._stepped.clear()
+        self._norms.clear()
+
+    def grad_norm(self) -> Tensor:
+        """Norm of all gradients since the last `opt.step()`, before clipping; known only with `clip` or
+        `skip_nonfinite`, otherwise 0."""
+        if not self._norms:
+            return torch.zeros((), device=self.opt.param_groups[0]["params"][0].device)
+        return torch.nn.utils.get_total_norm(self._norms)
 
     def remove(self) -> None:
         """Detach: gradients accumulate and stay again."""

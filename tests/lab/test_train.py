@@ -222,7 +222,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, where: str, calls: set[int]) -> None
     """Make the loss, or the gradient alone, of some calls in training not finite."""
     count = 0
 
-    def bad(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def bad(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor, chunk: int = 0) -> torch.Tensor:
         nonlocal count
         loss = loss_fn(model, ids, labels)
         if not model.training:
@@ -245,12 +245,12 @@ def test_a_step_that_is_not_finite_changes_nothing(
     poison(monkeypatch, where, {2})
     built: list[torch.optim.Optimizer] = []
     real = optimizers.build
-    monkeypatch.setattr(optimizers, "build", lambda c, m: built.append(real(c, m)) or built[0])
+    monkeypatch.setattr(optimizers, "build", lambda c, m: built.append(real(c, m)) or built[-1])
     before: list[torch.Tensor] = []
 
     def tensors() -> list[torch.Tensor]:
-        params = [p for g in built[0].param_groups for p in g["params"]]
-        return [x.detach().clone() for p in params for x in (p, *built[0].state[p].values())]
+        params = [p for g in built[-1].param_groups for p in g["params"]]
+        return [x.detach().clone() for p in params for x in (p, *built[-1].state[p].values())]
 
     def on_event(event: dict[str, Any]) -> None:
         if event["kind"] == "train" and event["step"] == 2:
@@ -318,7 +318,7 @@ def test_two_processes_give_the_result_of_one(home: Path, tmp_path: Path, monkey
     kind = {"mode": "paper", "sequence": 24, "steps": 4, "batch": 8, "clip": 0.0, "checkpoint_every": 0}
     body = f"""
 real, calls = loop.loss_fn, 0
-def bad(model, ids, labels):
+def bad(model, ids, labels, chunk):
     global calls
     calls += model.training
     return real(model, ids, labels) * (float("nan") if os.environ["RANK"] == "1" and calls == 2 else 1)
