@@ -109,7 +109,7 @@ def adam_mini(model: nn.Module, kind: type, s: Settings) -> Optimizer:
 
 
 def lora(
-    model: nn.Module, kind: type, s: Settings, *, rank: int = 16, alpha: float = 32, from_scratch: bool = False
+    model: nn.Module, kind: type, s: Settings, *, rank: int = 16, alpha: int = 32, from_scratch: bool = False
 ) -> Optimizer:
     """AdamW on low-rank adapters of all attention and MLP matrices; the model's own weights are frozen.
 

@@ -290,8 +290,8 @@ def _statuses(runs: Sequence[Summary]) -> str:
     return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
 
 
-def cautions(runs: Sequence[Summary]) -> list[str]:
-    """What cannot be concluded from these runs, and why."""
+def cautions(runs: Sequence[Summary], tuned: Sequence[str] = ()) -> list[str]:
+    """What cannot be concluded from these runs, and why. `tuned`: optimizers whose rates were chosen in other runs."""
     said = [_status_note(run) for run in runs if not run.done]
     said += [f"{run.label}: the loss was not finite at some point." for run in runs if _broke(run)]
     said += [
@@ -312,7 +312,7 @@ def cautions(runs: Sequence[Summary]) -> list[str]:
             f"Few seeds ({' or '.join(map(str, counts))} a setting): intervals are wide, small effects stay unseen."
         )
     if len(ranked) > 1:
-        said += _fairness(ranked, ran)
+        said += _fairness(ranked, ran, tuned)
     parameters = [run.parameters for run in ran if math.isfinite(run.parameters)]
     tokens = [run.tokens for run in ran if math.isfinite(run.tokens)]
     if parameters and tokens:
@@ -339,7 +339,7 @@ def _why(run: Summary) -> str:
     return ", ".join(dict.fromkeys(str(skip.get("why", "no reason recorded")) for skip in run.skips))
 
 
-def _fairness(ranked: list[Arm], ran: list[Summary]) -> list[str]:
+def _fairness(ranked: list[Arm], ran: list[Summary], tuned: Sequence[str]) -> list[str]:
     said = []
     if not all(run.settings for run in ran):
         return ["The settings of some runs are not known (no config.yaml): whether the contest is fair cannot be told."]
@@ -359,7 +359,7 @@ def _fairness(ranked: list[Arm], ran: list[Summary]) -> list[str]:
     rates: dict[str, set[float]] = {}
     for run in ran:
         rates.setdefault(run.optimizer, set()).add(run.lr)
-    single = [name for name, lrs in rates.items() if len(lrs) == 1]
+    single = [name for name, lrs in rates.items() if len(lrs) == 1 and name not in tuned]
     if single:
         names = ", ".join(single[:4]) + (f" and {len(single) - 4} more" if len(single) > 4 else "")
         said.append(f"One learning rate only for {names}: a better one may change the order.")

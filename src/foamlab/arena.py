@@ -1,0 +1,102 @@
+"""The commands `compare` and `ablate`: what their flags mean. `sweep` runs the contest, `board` shows it.
+
+Imported by `cli` for its signatures, so heavy imports stay inside the functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from .config import RunConfig, UserError
+
+INTERRUPTED = 130
+
+
+def compare(
+    config: RunConfig,
+    optimizers: str = "foam-paper,adamw,adamw-split",
+    lr: str = "",
+    scale: str = "",
+    seeds: str = "0,1,2",
+    finalists: int = 0,
+    hopeless: float = 1.2,
+    hopeless_at: float = 0.3,
+    jobs: int = 0,
+    resume: str = "",
+) -> int:
+    """A fair contest: same model, tokens and batches for all, a grid of rates for each, several seeds for the best.
+
+    Of the settings of `optimizer` only betas, eps and weight_decay count, for all; the rest is each optimizer's own.
+
+    Args:
+        optimizers: names from `foamlab optimizers`, separated by commas.
+        lr: rates to try, separated by commas, for all, or by name: adamw=1e-3,3e-3;sgd=0.1; empty means each one's own.
+        scale: the same for the rate of matrices relative to lr.
+        seeds: the first tunes, all count.
+        finalists: repeat only so many of the best over the seeds; 0 means all.
+        hopeless: stop a run whose validation loss is above this times its optimizer's lowest; 0 means never.
+        hopeless_at: share of the steps after which that is looked at, once.
+        jobs: runs at a time; 0 means one a GPU, or cores / threads.
+        resume: folder of a contest to go on with.
+    """
+    from .contest import grids, numbers
+
+    def begin() -> Any:
+        from .sweep import comparison
+
+        tries, lr_grid, scale_grid = _integers(numbers(seeds, "seeds")), grids(lr, "lr"), grids(scale, "scale")
+        names = [name for name in optimizers.split(",") if name]
+        return comparison(config, names, tries, lr_grid, scale_grid, hopeless, hopeless_at, finalists)
+
+    return _run("compare", config, begin, jobs, resume)
+
+
+def ablate(
+    config: RunConfig,
+    studies: str = "residual,second-moment,level,alpha,rho,bias-correction,direction,residual-in-v",
+    lr: str = "",
+    seeds: str = "0,1,2",
+    jobs: int = 0,
+    resume: str = "",
+) -> int:
+    """The paper's ablations of FOAM: what each part of it is worth, over the same model, tokens and batches.
+
+    Rates are those of `optimizer.lr` and `optimizer.scale`, or the paper's where these are empty.
+
+    Args:
+        studies: which, separated by commas.
+        lr: rates to try for every setting, separated by commas; empty means one rate for all, as in the paper.
+        seeds: the first tunes, all count.
+        jobs: runs at a time; 0 means one a GPU, or cores / threads.
+        resume: folder of an ablation to go on with.
+    """
+    from .contest import numbers
+
+    def begin() -> Any:
+        from .sweep import ablation
+
+        names = [name for name in studies.split(",") if name]
+        return ablation(config, names, _integers(numbers(seeds, "seeds")), numbers(lr, "lr"))
+
+    return _run("ablate", config, begin, jobs, resume)
+
+
+def _integers(values: Iterable[float]) -> list[int]:
+    if any(x != int(x) or x < 0 for x in values):
+        raise UserError(f"--seeds takes whole numbers from 0, got {', '.join(f'{x:g}' for x in values)}")
+    return [int(x) for x in values]
+
+
+def _run(command: str, config: RunConfig, begin: Callable[[], Any], jobs: int, resume: str) -> int:
+    """Run a contest, new or resumed, and tell what came of it."""
+    from . import sweep
+    from .board import board, tell
+
+    folder = Path(resume or config.out or f"runs/{command}")
+    with board() as on_event:
+        end = sweep.go_on(config, folder, jobs, on_event) if resume else sweep.start(begin(), folder, jobs, on_event)
+    interrupted = end["status"] == "interrupted"
+    tell(end, folder, f"foamlab {command} --resume {folder}" if interrupted else "")
+    return INTERRUPTED if interrupted else 0

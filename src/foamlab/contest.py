@@ -1,0 +1,297 @@
+"""A contest as it stands on disk: its arms, and what is still to be run.
+
+A contest folder holds `contest.json`, `config.yaml`, and for each arm a folder with one ordinary run folder a trial.
+What has been run is read from the run folders alone, so a contest that was killed goes on where it was. Runs nothing,
+needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .config import UserError
+from .record import read_metrics, read_run, write_atomically, writing
+
+FILE, STOPPED = "contest.json", "stopped.json"
+FORMAT = 1
+Point = dict[str, Any]  # what is tuned: {"lr": 0.01, "scale": 0.25, ...}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One contestant: an optimizer with fixed settings, and what is tuned.
+
+    Args:
+        label: its name in tables and in the names of run folders.
+        optimizer: an entry of OPTIMIZERS.
+        options: fixed options.
+        start: the values that tuning starts from: lr, scale.
+        tune: lr, scale or an option -> values, rising; tried in this order, each with the best of those before it.
+        note: what this implementation cannot do, and where its values come from.
+    """
+
+    label: str
+    optimizer: str
+    options: dict[str, Any] = field(default_factory=dict)
+    start: Point = field(default_factory=dict)
+    tune: dict[str, list[Any]] = field(default_factory=dict)
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a contest: an arm at one point, with one seed. `stage` is "lr", "scale", ... or "seeds"."""
+
+    arm: Arm
+    point: Point
+    seed: int
+    stage: str
+
+    @property
+    def name(self) -> str:
+        """Its folder in that of the contest: ARM/lr0.01-scale0.25-seed0."""
+        values = "-".join(f"{key}{_short(value)}" for key, value in self.point.items())
+        return f"{self.arm.label}/{values}-seed{self.seed}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a trial.
+
+    `status`: none, running, interrupted, failed (all to be run or resumed); done; stopped (by the contest's rule);
+    diverged (too many steps that were not finite). `loss`: the last evaluation's, or the one it was stopped for.
+    """
+
+    status: str
+    loss: float = math.inf
+    why: str = ""
+
+    @property
+    def over(self) -> bool:
+        return self.status in ("done", "stopped", "diverged")
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Lower is better; a stopped run is behind all that finished, a diverged one behind all."""
+        return ("done", "stopped").index(self.status) if self.status in ("done", "stopped") else 2, self.loss
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When a trial is given up: at `step`, with a loss above `factor` times the lowest of its arm at that step.
+
+    Only its own arm counts: else the runs of a weak arm that come early would end, the better ones later not.
+    """
+
+    step: int
+    factor: float
+
+    def __str__(self) -> str:
+        if not self.step:
+            return "No run was stopped early."
+        return (
+            f"While rates are tuned, a run is stopped at step {self.step} if its validation loss there is above "
+            f"{self.factor:g} times the lowest that a run of the same optimizer has had at that step by then."
+        )
+
+
+@dataclass
+class Found:
+    """How far the search for an arm's best point is: `point` so far, `todo` trials, and what happened at the ends."""
+
+    point: Point
+    todo: list[Trial]
+    extended: dict[str, Any] = field(default_factory=dict)  # key -> the value added
+    edge: list[str] = field(default_factory=list)  # keys whose best value is at an end even so
+
+
+def search(arm: Arm, seed: int, outcomes: Mapping[str, Outcome]) -> Found:
+    """The next trials of an arm's search, or its best point when there are none.
+
+    Each key is tried at all its values, the others at the best so far. If the best is at an end, one value more is
+    tried beyond it, at the same ratio; if that is the best again, the key is reported in `edge`.
+    """
+    found = Found(dict(arm.start), [])
+    for key, values in arm.tune.items():
+        values = list(values)
+        while True:
+            trials = [Trial(arm, {**found.point, key: value}, seed, key) for value in values]
+            found.todo = [t for t in trials if not outcomes[t.name].over]
+            if found.todo:
+                return found
+            best = min(trials, key=lambda t: outcomes[t.name].rank)
+            end = best.point[key] in (values[0], values[-1]) and len(values) > 1
+            further = beyond(values, best.point[key]) if end and key not in found.extended else None
+            if further is None:
+                break
+            found.extended[key] = further
+            values = sorted([*values, further])
+        found.edge += [key] if end else []
+        found.point = best.point
+    return found
+
+
+def beyond(values: Sequence[Any], end: Any) -> float | None:
+    """The next value after an end of a rising grid, at the ratio of its last two; None if there is none.
+
+    >>> beyond([1e-3, 3e-3, 1e-2], 1e-2), beyond([1e-3, 3e-3], 1e-3)
+    (0.033, 0.00033)
+    """
+    near = values[1] if end == values[0] else values[-2]
+    if not all(isinstance(x, (int, float)) and not isinstance(x, bool) and x > 0 for x in (end, near)):
+        return None
+    return float(f"{end * end / near:.2g}")
+
+
+def wanted(
+    arms: Sequence[Arm], seeds: Sequence[int], finalists: int, outcomes: Mapping[str, Outcome]
+) -> tuple[list[Trial], dict[str, Found]]:
+    """(trials that can be run now, label -> how far its search is).
+
+    An arm is tuned with the first seed; then its best point is run with the others: of all arms, or of the `finalists`
+    best when all are tuned. Nearest to an arm's own defaults come first, so that the rule soon has something to go by.
+    """
+    found = {arm.label: search(arm, seeds[0], outcomes) for arm in arms}
+    todo = [trial for f in found.values() for trial in f.todo]
+    tuned = [arm for arm in arms if not found[arm.label].todo]
+
+    def trials(arm: Arm) -> list[Trial]:
+        return [Trial(arm, found[arm.label].point, seed, "seeds") for seed in seeds]
+
+    if finalists and len(tuned) == len(arms):
+        tuned = sorted(tuned, key=lambda arm: outcomes[trials(arm)[0].name].rank)[:finalists]
+    if not finalists or len(todo) == 0:
+        for arm in tuned:
+            first = outcomes[trials(arm)[0].name]
+            if first.status == "done" or not first.over:  # what was given up is not repeated
+                todo += [t for t in trials(arm) if not outcomes[t.name].over]
+    return sorted(todo, key=_distance), found
+
+
+def _distance(trial: Trial) -> float:
+    steps = [abs(math.log(x / y)) for k, y in trial.arm.start.items() if (x := trial.point.get(k)) and y and x > 0 < y]
+    return sum(steps)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+# ---------------------------------------------------------------------------------------------- the state on disk
+
+
+class Outcomes(dict[str, Outcome]):
+    """Trial name -> outcome, read from its run folder when first asked for; `forget` what may have changed."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __missing__(self, name: str) -> Outcome:
+        self[name] = outcome(self.folder / name)
+        return self[name]
+
+    def forget(self, name: str) -> None:
+        self.pop(name, None)
+
+
+def outcome(folder: Path) -> Outcome:
+    """What became of the trial in `folder`."""
+    if not (folder / "run.json").exists():
+        return Outcome("none")
+    if (folder / STOPPED).exists():
+        told = json.loads((folder / STOPPED).read_text(encoding="utf-8"))
+        return Outcome("stopped", told["loss"], told["why"])
+    run = read_run(folder)
+    error = str(run.info.get("error", ""))
+    if run.status == "failed" and error.startswith("stopped: "):
+        return Outcome("diverged", why=error)
+    evals = run.lines("eval")
+    loss = evals[-1]["loss"] if evals else None
+    if run.status == "done" and loss is None:
+        return Outcome("diverged", why="its last validation loss is not finite")
+    return Outcome(run.status, math.inf if loss is None else loss, error)
+
+
+def hopeless(folder: Path, rule: Rule) -> str:
+    """Why the rule stops the run in `folder` (whose siblings are the other runs of its arm); empty if it does not."""
+    own = loss_at(folder, rule.step)
+    siblings = [f for f in folder.parent.iterdir() if f.is_dir() and f != folder]
+    others = {f.name: x for f in siblings if (x := loss_at(f, rule.step)) is not None}
+    if own is None or not others:
+        return ""
+    best = min(others, key=lambda name: others[name])
+    if own <= rule.factor * others[best]:
+        return ""
+    return f"loss {own:.4g} at step {rule.step} is above {rule.factor:g} times the {others[best]:.4g} of {best}"
+
+
+def loss_at(folder: Path, step: int) -> float | None:
+    """Validation loss of a run at a step; None if it has none, infinity if it was not finite."""
+    for line in read_metrics(folder / "metrics.jsonl"):
+        if line["kind"] == "eval" and line["step"] == step:
+            return math.inf if line["loss"] is None else float(line["loss"])
+    return None
+
+
+def write(folder: Path, contest: Mapping[str, Any]) -> None:
+    """Write `contest.json`, whole, at once."""
+    with writing(folder):
+        write_atomically(folder / FILE, json.dumps(finite(contest), indent=1, allow_nan=False) + "\n")
+
+
+def finite(x: Any) -> Any:
+    """JSON knows no nan and inf: they become null."""
+    if isinstance(x, Mapping):
+        return {k: finite(v) for k, v in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [finite(v) for v in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """`contest.json` of a folder.
+
+    Raises:
+        UserError: there is none, or it is of another format.
+    """
+    try:
+        contest: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"no contest in {folder}: give a folder made by `foamlab compare` or `foamlab ablate`"
+        ) from None
+    except (OSError, ValueError) as e:
+        raise UserError(f"cannot read {folder / FILE}: {e}") from None
+    if contest.get("format") != FORMAT:
+        raise UserError(f"{folder / FILE} has format {contest.get('format')!r}, this foamlab reads {FORMAT}")
+    return contest
+
+
+# ---------------------------------------------------------------------------------------------- from words
+
+
+def grids(text: str, flag: str) -> dict[str, list[float]]:
+    """Values for all arms, or for some by name.
+
+    >>> grids("1e-3,3e-3", "lr"), grids("adamw=1e-3,3e-3;sgd=0.1", "lr")
+    ({'': [0.001, 0.003]}, {'adamw': [0.001, 0.003], 'sgd': [0.1]})
+    """
+    found = {}
+    for part in filter(None, text.replace(" ", "").split(";")):
+        name, sign, values = part.rpartition("=")
+        found[name if sign else ""] = numbers(values, flag)
+    return found
+
+
+def numbers(text: str, flag: str) -> list[float]:
+    """ "1,2" -> [1.0, 2.0]."""
+    try:
+        return [float(x) for x in text.split(",") if x]
+    except ValueError:
+        raise UserError(f"--{flag} takes numbers separated by commas, or NAME=NUMBERS;NAME=...; got {text!r}") from None

@@ -1,0 +1,383 @@
+"""`compare` and `ablate`: many runs over the same model, tokens and batches, each in a process of its own.
+
+Which runs, `contest` says from the run folders; this room starts and stops them. It prints nothing: see `on_event`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from . import data, machine, models, optimizers, train
+from .ablations import STUDIES
+from .config import OptimizerConfig, RunConfig, UserError, known_name
+from .contest import FORMAT, Arm, Outcomes, Rule, Trial, read, wanted, write
+from .loop import plain
+from .record import cores, lock, now
+from .standings import standings
+from .trial import settings
+
+OnEvent = Callable[[dict[str, Any]], None]
+Grids = dict[str, list[float]]  # arm -> values; "" is all arms
+POLL = 0.3  # seconds between looks at the processes
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What a contest is, as `contest.json` keeps it.
+
+    Args:
+        kind: compare or ablate.
+        config: settings of all runs; of `optimizer` only betas (if set), eps and weight decay count.
+        arms: the contestants.
+        seeds: the first tunes, all count.
+        finalists: how many arms are repeated over the seeds; 0 is all.
+        rule: when a run is given up.
+        studies: of an ablation: name -> {"about", "base": arm, "cases": [{"value", "arm"}]}.
+    """
+
+    kind: str
+    config: RunConfig
+    arms: list[Arm]
+    seeds: list[int]
+    finalists: int
+    rule: Rule
+    studies: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "kind": self.kind,
+            "settings": plain(self.config),
+            "contestants": [asdict(arm) for arm in self.arms],
+            "seeds": self.seeds,
+            "finalists": self.finalists,
+            "rule": asdict(self.rule),
+            "rule_in_words": str(self.rule),
+            "studies": self.studies,
+        }
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> Contest:
+        arms = [Arm(**a) for a in d["contestants"]]
+        rule = Rule(**d["rule"])
+        return cls(d["kind"], settings(d["settings"]), arms, d["seeds"], d["finalists"], rule, d["studies"])
+
+
+def comparison(
+    config: RunConfig,
+    names: Sequence[str],
+    seeds: Sequence[int],
+    lr: Grids | None = None,
+    scale: Grids | None = None,
+    hopeless: float = 1.2,
+    hopeless_at: float = 0.3,
+    finalists: int = 0,
+) -> Contest:
+    """A contest between optimizers, each with its own grid of rates unless one is given.
+
+    Raises:
+        UserError: an unknown or doubled name, a package that is missing, settings that make no sense.
+    """
+    if len(names) < 2 or len(set(names)) < len(names):
+        raise UserError(f"--optimizers takes at least two names, each once; got {','.join(names) or 'none'}")
+    grids = {"lr": lr or {}, "scale": scale or {}}
+    for key, given in grids.items():
+        for name in given:
+            if name:
+                known_name(name, names, f"optimizer in --{key}")
+    arms = []
+    for name in names:
+        full = optimizers.resolve(OptimizerConfig(name))
+        entry = optimizers.OPTIMIZERS[name]
+        start = {"lr": full.lr, "scale": full.scale}
+        tune = {key: list(values) for key, values in entry.tune.items()}
+        for key, given in grids.items():
+            if values := given.get(name, given.get("")):
+                tune[key] = sorted(values)
+        note = "; ".join(filter(None, (f"rates: {entry.source}", entry.limits)))
+        arms.append(Arm(name, name, dict(full.options), start, tune, note))
+    return _checked("compare", config, arms, seeds, finalists, hopeless, hopeless_at, {})
+
+
+def ablation(
+    config: RunConfig, names: Sequence[str], seeds: Sequence[int], lr: Sequence[float] = (), **rule: float
+) -> Contest:
+    """The paper's ablations: every setting of the named studies, at the same rates unless a grid is given.
+
+    Raises:
+        UserError: an unknown study, or settings that make no sense.
+    """
+    base = optimizers.resolve(replace(config.optimizer, name="foam-paper", options={}))
+    rates = sorted(lr) or [float(base.lr or 0)]
+    arms: dict[str, Arm] = {}
+    studies: dict[str, Any] = {}
+    for name in names:
+        about, cases = STUDIES[known_name(name, STUDIES, "study")]
+        told = []
+        for case in cases:
+            plainly = case.optimizer == "foam-paper" and not case.options and case.scale is None
+            start = {"lr": base.lr, "scale": base.scale if case.scale is None else case.scale}
+            full = optimizers.resolve(OptimizerConfig(case.optimizer, options=case.options))
+            arm = Arm("foam" if plainly else f"{name}-{case.value}", case.optimizer, dict(full.options), start)
+            same = next((a for a in arms.values() if replace(a, label=arm.label, tune={}) == arm), arm)
+            arms.setdefault(same.label, replace(same, tune={"lr": rates}))
+            told.append({"value": case.value, "arm": same.label})
+        studies[name] = {"about": about, "base": "foam", "cases": told}
+    return _checked("ablate", config, list(arms.values()), seeds, 0, **rule, studies=studies)
+
+
+def _checked(
+    kind: str,
+    config: RunConfig,
+    arms: list[Arm],
+    seeds: Sequence[int],
+    finalists: int,
+    hopeless: float = 1.2,
+    hopeless_at: float = 0.3,
+    studies: dict[str, Any] | None = None,
+) -> Contest:
+    t = config.train
+    train.check(t)
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise UserError(f"--seeds takes whole numbers, each once; got {','.join(map(str, seeds)) or 'none'}")
+    if any(not x > 0 for arm in arms for key in ("lr", "scale") for x in arm.tune.get(key, ())):
+        raise UserError("rates to be tried must be above 0")
+    if not t.eval_tokens or not t.steps:
+        raise UserError("a contest is decided by validation loss: train.steps and train.eval_tokens must be above 0")
+    if hopeless and hopeless < 1:
+        raise UserError(f"--hopeless is a factor of at least 1, or 0 for never; got {hopeless}")
+    if not 0 < hopeless_at < 1:
+        raise UserError(f"--hopeless_at is a share of the steps, between 0 and 1; got {hopeless_at}")
+    every = t.eval_every if hopeless else 0
+    step = max(-(-int(hopeless_at * t.steps) // every), 1) * every if every else 0
+    rule = Rule(step if step < t.steps else 0, hopeless)
+    # a trial writes no sample; what threads it has is the same for all
+    quiet = replace(t, sample="", keep=1, threads=t.threads or min(4, cores()), seed=seeds[0])
+    return Contest(kind, replace(config, train=quiet, out=""), arms, list(seeds), finalists, rule, studies or {})
+
+
+def start(contest: Contest, folder: Path, jobs: int = 0, on_event: OnEvent = lambda event: None) -> dict[str, Any]:
+    """Begin a contest in a new folder and run it; returns what `contest.json` holds in the end.
+
+    Raises:
+        UserError: the folder exists, or what `resume` raises.
+    """
+    if folder.exists():
+        raise UserError(f"{folder} exists already: choose another --out, or go on with --resume {folder}")
+    _try_all(contest)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as e:
+        raise UserError(f"cannot make the folder {folder}: {e.strerror}; choose another --out") from None
+    # so that --resume finds the settings where it finds those of a run
+    (folder / "config.yaml").write_text(yaml.safe_dump(plain(contest.config), sort_keys=False), encoding="utf-8")
+    write(folder, {**contest.as_dict(), "status": "running", "command": shlex.join(sys.argv), "started": now()})
+    return resume(folder, jobs, on_event)
+
+
+def go_on(config: RunConfig, folder: Path, jobs: int = 0, on_event: OnEvent = lambda event: None) -> dict[str, Any]:
+    """`resume` if the settings given are still those of the contest; UserError names one that is not."""
+    was, given = train.flat(read(folder)["settings"]), train.flat(plain(config))
+    for key in was:
+        if was[key] != given[key]:
+            raise UserError(
+                f"{folder} was begun with {key} {was[key]!r}, not {given[key]!r}: start a new contest for it"
+            )
+    return resume(folder, jobs, on_event)
+
+
+def resume(folder: Path, jobs: int = 0, on_event: OnEvent = lambda event: None) -> dict[str, Any]:
+    """Run what is left of a contest: finished runs are kept, interrupted ones go on from their checkpoint.
+
+    Raises:
+        UserError: no contest there, another process runs it, or a run failed for a reason that a user can mend.
+    """
+    kept = read(folder)
+    contest = Contest.from_dict(kept)
+    held = lock(folder)
+    try:
+        data.prepare(contest.config.data, contest.seeds[0], lambda event: on_event({**event, "kind": "prepare"}))
+        hall = Hall(contest, folder, jobs, on_event)
+        kept = {**kept, "status": "running"}
+        try:
+            finished = hall.run()
+        finally:
+            kept = {**kept, "status": "interrupted", "ended": now(), **standings(folder, kept)}
+            write(folder, kept)
+        if finished:
+            kept["status"] = "done"
+            write(folder, kept)
+    finally:
+        if held is not None:
+            os.close(held)
+    return kept
+
+
+def _try_all(contest: Contest) -> None:
+    """Build every arm's optimizer over the model without memory, so that what is missing is told at the beginning."""
+    for arm in contest.arms:
+        model = models.build(contest.config.model, None, contest.config.data.sequence, "meta")
+        optimizers.build(OptimizerConfig(arm.optimizer, options=arm.options), model)
+
+
+class Hall:
+    """Where trials run: a number of slots, each with a process at most, and with a GPU of its own if there are any."""
+
+    def __init__(self, contest: Contest, folder: Path, jobs: int, on_event: OnEvent) -> None:
+        self.contest, self.folder, self.emit = contest, folder, on_event
+        self.outcomes = Outcomes(folder)
+        self.gpus = _gpus(contest.config.train.device)
+        threads = contest.config.train.threads
+        jobs = jobs or len(self.gpus) or max(cores() // threads, 1)
+        self.free = list(range(jobs))
+        self.running: dict[str, tuple[subprocess.Popen[bytes], Trial, int]] = {}
+        self.told = 0.0
+
+    def run(self) -> bool:
+        """Run all that is wanted (True), or until asked to stop (False)."""
+        with machine.stop_requests() as asked:
+            try:
+                while True:
+                    if asked():
+                        self.stop()
+                        return False
+                    ended = [name for name, (process, _, _) in self.running.items() if process.poll() is not None]
+                    over = [self.reap(name) for name in ended]
+                    if not all(over):
+                        self.stop()
+                        return False
+                    todo, found = wanted(self.contest.arms, self.contest.seeds, self.contest.finalists, self.outcomes)
+                    todo = [trial for trial in todo if trial.name not in self.running]
+                    while todo and self.free:
+                        self.launch(todo.pop(0))
+                    self.tell(len(todo), {label: f.point for label, f in found.items() if not f.todo}, bool(ended))
+                    if not self.running:
+                        return True
+                    time.sleep(POLL)
+            except BaseException:
+                self.stop(kill=True)
+                raise
+
+    def launch(self, trial: Trial) -> None:
+        """Start a trial, or go on with one that was interrupted and can be resumed."""
+        folder, slot = self.folder / trial.name, self.free.pop(0)
+        again = folder.exists() and optimizers.OPTIMIZERS[trial.arm.optimizer].resumable
+        again = again and any((folder / "checkpoints").glob("step-*"))
+        if folder.exists() and not again:
+            shutil.rmtree(folder)
+        folder.parent.mkdir(exist_ok=True)
+        rule = asdict(self.contest.rule) if trial.stage != "seeds" and self.contest.rule.step else None
+        orders = {"config": plain(self.config(trial)), "resume": again, "rule": rule}
+        self.running[trial.name] = (self.spawn(orders, slot, self.folder / f"{trial.name}.err"), trial, slot)
+        self.emit({"kind": "launch", "trial": trial.name, "resumed": again, "slot": slot})
+
+    def spawn(self, orders: dict[str, Any], slot: int, log: Path) -> subprocess.Popen[bytes]:
+        """A process that does one trial; what it says of errors goes to `log`."""
+        env = {**os.environ, "OMP_NUM_THREADS": str(self.contest.config.train.threads)}
+        if self.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
+        with log.open("wb") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "foamlab.trial"],
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, env=env,
+                start_new_session=True,  # Ctrl-C is for this process alone, which lets the others save
+            )  # fmt: skip
+        assert process.stdin
+        with suppress(BrokenPipeError), process.stdin as pipe:
+            pipe.write(json.dumps(orders).encode())
+        return process
+
+    def config(self, trial: Trial) -> RunConfig:
+        """The settings of a trial: the contest's, with its own optimizer, point and seed."""
+        c, point = self.contest.config, dict(trial.point)
+        optimizer = OptimizerConfig(
+            trial.arm.optimizer, point.pop("lr"), c.optimizer.betas, c.optimizer.eps, c.optimizer.weight_decay,
+            point.pop("scale"), {**trial.arm.options, **point},
+        )  # fmt: skip
+        seeded = replace(c.train, seed=trial.seed, device="cuda" if self.gpus else c.train.device)
+        return replace(c, optimizer=optimizer, train=seeded, out=str(self.folder / trial.name))
+
+    def reap(self, name: str) -> bool:
+        """Take account of a trial whose process has ended; False if it was asked to stop by someone else.
+
+        Raises:
+            UserError: it failed, but did not diverge.
+        """
+        process, trial, slot = self.running.pop(name)
+        self.free.append(slot)
+        self.outcomes.forget(name)
+        outcome = self.outcomes[name]
+        log = self.folder / f"{name}.err"
+        said = log.read_text(encoding="utf-8", errors="replace").strip()
+        if not outcome.over and process.returncode not in (0, 130, -signal.SIGTERM):
+            raise UserError(
+                f"{name} failed: {said.splitlines()[-1] if said else f'exit code {process.returncode}'}; "
+                f"all it said is in {log}; mend it and go on with --resume {self.folder}"
+            )
+        log.unlink()
+        if outcome.over:  # what is left to read of it is its record
+            shutil.rmtree(self.folder / name / "checkpoints", ignore_errors=True)
+            self.emit({"kind": "ended", "trial": name, "arm": trial.arm.label, **asdict(outcome)})
+        return outcome.over
+
+    def stop(self, kill: bool = False) -> None:
+        """Let all trials save and end; after `kill` they get ten seconds."""
+        for process, _, _ in self.running.values():
+            process.terminate()
+        for name in list(self.running):
+            process = self.running.pop(name)[0]
+            try:
+                process.wait(10 if kill else None)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            self.outcomes.forget(name)
+            (self.folder / f"{name}.err").unlink(missing_ok=True)
+
+    def tell(self, waiting: int, settled: dict[str, Any], at_once: bool) -> None:
+        """What runs and how it stands, about once a second; contest.json too whenever a trial has ended."""
+        if at_once:
+            kept = read(self.folder)
+            write(self.folder, {**kept, "status": "running", **standings(self.folder, kept)})
+        if at_once or time.monotonic() - self.told > 1:
+            self.told = time.monotonic()
+            running = [{"trial": name, **newest(self.folder / name)} for name in self.running]
+            state = {"running": running, "waiting": waiting, "over": sum(o.over for o in self.outcomes.values())}
+            self.emit({"kind": "state", **state, "settled": settled, "steps": self.contest.config.train.steps})
+
+
+def newest(folder: Path, tail: int = 8192) -> dict[str, Any]:
+    """Step, loss and evaluation of a run under way, as far as the end of its record tells."""
+    known: dict[str, Any] = {"step": 0, "loss": None, "evaluated": None}
+    with suppress(OSError), open(folder / "metrics.jsonl", "rb") as f:
+        f.seek(max(os.fstat(f.fileno()).st_size - tail, 0))
+        for text in f.read().split(b"\n")[:-1]:
+            with suppress(ValueError):  # the first may be cut
+                line = json.loads(text)
+                known["step"] = line["step"]
+                known["evaluated" if line["kind"] == "eval" else "loss"] = line.get("loss")
+    return known
+
+
+def _gpus(device: str) -> list[str]:
+    """Names of the GPUs to share out, as CUDA_VISIBLE_DEVICES has them; none on a CPU, one for a named device."""
+    if machine.choose_device(device).type != "cuda":
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    every = visible.split(",") if visible else [str(k) for k in range(torch.cuda.device_count())]
+    return [every[int(device.partition(":")[2])]] if ":" in device else every

@@ -1,0 +1,65 @@
+"""One run of a contest, in a process of its own: `python -m foamlab.trial`, its orders as JSON on the standard input.
+
+An ordinary run, so that its peak memory and its threads are its own; it stops itself when the contest's rule says so.
+Orders: {"config": settings as in config.yaml, "resume": bool, "rule": {"step", "factor"} or null}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from .config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig, UserError
+from .contest import STOPPED, Rule, hopeless, loss_at
+from .record import write_atomically
+from .train import train
+
+
+def settings(plain: dict[str, Any]) -> RunConfig:
+    """A run's settings from what `loop.plain` makes of them."""
+    return RunConfig(
+        ModelConfig(**plain["model"]),
+        DataConfig(**plain["data"]),
+        OptimizerConfig(**plain["optimizer"]),
+        TrainConfig(**plain["train"]),
+        plain["out"],
+    )
+
+
+def run(orders: dict[str, Any]) -> str:
+    """Do the run; returns its status, "stopped" if the rule ended it."""
+    config = settings(orders["config"])
+    folder = Path(config.out)
+    rule = Rule(**orders["rule"]) if orders["rule"] else None
+
+    parent = os.getppid()
+
+    def watch(event: dict[str, Any]) -> None:
+        if os.getppid() != parent:  # the contest was killed: save, so that it can go on
+            signal.raise_signal(signal.SIGTERM)
+        if rule and event["kind"] == "eval" and event["step"] == rule.step and (why := hopeless(folder, rule)):
+            fate = {"step": rule.step, "loss": loss_at(folder, rule.step), "why": why}
+            write_atomically(folder / STOPPED, json.dumps(fate) + "\n")
+            signal.raise_signal(signal.SIGTERM)  # the loop ends after its next step, with all in order
+
+    result = train(config, resume=folder if orders["resume"] else None, on_event=watch)
+    return "stopped" if (folder / STOPPED).exists() else result.status
+
+
+def main() -> int:
+    """Exit code: 0 done or stopped by the rule; 2 what a user can mend, told on stderr; 130 interrupted."""
+    try:
+        return 130 if run(json.load(sys.stdin)) == "interrupted" else 0
+    except UserError as e:
+        sys.stderr.write(f"{' '.join(str(e).split())}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,492 @@
+"""Contests: the search for rates, fairness of the runs, the rule, resuming, and what is said in the end."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import small
+import yaml
+
+from foamlab import contest, sweep, trial
+from foamlab.cli import main
+from foamlab.config import UserError
+from foamlab.contest import Arm, Outcome, Rule, Trial, beyond, grids, hopeless, search, wanted
+from foamlab.standings import standings, verdicts
+from foamlab.summary import summarize
+from foamlab.train import train
+
+# ---------------------------------------------------------------------------------------------- the search
+
+
+class Model(dict):
+    """Outcomes by a formula of the point; a list of what was asked for."""
+
+    def __init__(self, loss, runs=()):
+        super().__init__()
+        self.loss, self.runs = loss, dict(runs)
+
+    def __missing__(self, name):
+        return self.runs.get(name, Outcome("none"))
+
+    def do(self, trials):
+        for t in trials:
+            assert not self[t.name].over, f"{t.name} is run twice"
+            loss = self.loss(t.point, t.seed)
+            self.runs[t.name] = Outcome("diverged") if math.isinf(loss) else Outcome("done", loss)
+
+
+def play(arms, loss, seeds=(0,), finalists=0):
+    model = Model(loss)
+    for _ in range(50):
+        todo, found = wanted(arms, seeds, finalists, model)
+        if not todo:
+            return model, found
+        model.do(todo)
+    raise AssertionError("no end")
+
+
+def valley(lr, scale=0.25):
+    return lambda p, seed: math.log(p["lr"] / lr) ** 2 + math.log(p["scale"] / scale) ** 2 + seed
+
+
+ARM = Arm("a", "adamw", {}, {"lr": 1e-2, "scale": 1.0}, {"lr": [1e-3, 3e-3, 1e-2]})
+
+
+def test_a_best_value_inside_the_grid_is_taken():
+    model, found = play([ARM], valley(3e-3))
+    assert found["a"].point["lr"] == 3e-3 and not found["a"].edge and not found["a"].extended
+    assert len(model.runs) == 3
+
+
+@pytest.mark.parametrize("lr, added, edge", [(1e-2, 0.033, []), (1.0, 0.033, ["lr"]), (1e-9, 0.00033, ["lr"])])
+def test_a_best_value_at_an_end_is_followed_once_and_flagged_if_it_stays_there(lr, added, edge):
+    model, found = play([ARM], valley(lr))
+    assert found["a"].extended == {"lr": added} and len(model.runs) == 4
+    assert found["a"].edge == edge and found["a"].point["lr"] == (added if edge else 1e-2)
+
+
+def test_each_key_is_tuned_with_the_best_of_those_before_it():
+    arm = replace(ARM, tune={"lr": [1e-3, 3e-3, 1e-2], "scale": [0.125, 0.25, 0.5]})
+    model, found = play([arm], valley(3e-3))
+    assert found["a"].point == {"lr": 3e-3, "scale": 0.25} and len(model.runs) == 6
+    assert {n for n in model.runs if "scale1-" not in n} == {f"a/lr0.003-scale{x}-seed0" for x in (0.125, 0.25, 0.5)}
+
+
+def test_where_all_diverge_lower_is_tried():
+    _, found = play([ARM], lambda p, seed: math.inf)
+    assert found["a"].extended == {"lr": 0.00033} and found["a"].edge == ["lr"]
+
+
+def test_what_was_stopped_is_behind_what_finished():
+    names = {x: Trial(ARM, {"lr": x, "scale": 1.0}, 0, "lr").name for x in (1e-3, 3e-3, 1e-2)}
+    runs = {names[1e-3]: Outcome("diverged"), names[3e-3]: Outcome("done", 5.0), names[1e-2]: Outcome("stopped", 3.0)}
+    assert search(ARM, 0, Model(None, runs)).point["lr"] == 3e-3
+
+
+@pytest.mark.parametrize("finalists, expected", [(0, {"a", "b", "c"}), (2, {"a", "b"}), (9, {"a", "b", "c"})])
+def test_seeds_are_for_the_winners(finalists, expected):
+    arms = [replace(ARM, label=x, start={**ARM.start, "scale": y}) for x, y in (("c", 4.0), ("a", 0.25), ("b", 0.5))]
+    model, _ = play(arms, valley(3e-3), seeds=(7, 8, 9), finalists=finalists)
+    assert {n.split("/")[0] for n in model.runs if n.endswith(("seed8", "seed9"))} == expected
+    assert all("lr0.003" in n for n in model.runs if not n.endswith("seed7"))
+
+
+def test_an_arms_own_default_is_tried_first():
+    todo, _ = wanted([ARM], [0], 0, Model(None))
+    assert [t.point["lr"] for t in todo] == [1e-2, 3e-3, 1e-3]
+
+
+@pytest.mark.parametrize(
+    "values, end, expected",
+    [([1.0, 2.0], 2.0, 4.0), ([1.0, 2.0], 1.0, 0.5), (["a", "b"], "b", None), ([0, 1], 0, None)],
+)
+def test_beyond(values, end, expected):
+    assert beyond(values, end) == expected
+
+
+def test_grids():
+    assert grids("1e-3,3e-3", "lr") == {"": [1e-3, 3e-3]}
+    assert grids("adamw=1e-3, 3e-3; sgd=0.1", "lr") == {"adamw": [1e-3, 3e-3], "sgd": [0.1]}
+    with pytest.raises(UserError, match=r"--lr takes numbers.*'fast'"):
+        grids("fast", "lr")
+
+
+# ---------------------------------------------------------------------------------------------- settings
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return small.prepare(tmp_path_factory.mktemp("sweep"))
+
+
+@pytest.fixture
+def config(home, tmp_path):
+    return small.config(home, tmp_path / "unused", steps=6, eval_every=2, checkpoint_every=0, memory="ignore")
+
+
+def test_every_optimizer_has_its_own_grid_unless_one_is_given(config):
+    c = sweep.comparison(config, ["foam-paper", "adamw", "sgd"], [0], lr={"adamw": [2e-3, 1e-3]})
+    grid = {arm.label: arm.tune["lr"] for arm in c.arms}
+    assert (
+        grid["adamw"] == [1e-3, 2e-3]
+        and grid["foam-paper"] == [3e-3, 1e-2, 3e-2]
+        and grid["sgd"] == [0.03, 0.1, 0.3, 1]
+    )
+    assert all(arm.note for arm in c.arms) and c.arms[0].options == {"level": 2}
+    assert {tuple(a.tune["lr"]) for a in sweep.comparison(config, ["adamw", "sgd"], [0], lr={"": [1.0]}).arms} == {
+        (1.0,)
+    }
+    assert sweep.Contest.from_dict(json.loads(json.dumps(c.as_dict()))) == replace(
+        c, config=trial.settings(c.as_dict()["settings"])
+    )
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"names": ["adamw"]}, "at least two names"),
+        ({"names": ["adamw", "adamw"]}, "each once"),
+        ({"names": ["adamw", "adamx"]}, "did you mean adamw"),
+        ({"lr": {"sgd": [1.0]}}, "optimizer in --lr 'sgd'"),
+        ({"lr": {"": [0.0]}}, "above 0"),
+        ({"seeds": []}, "--seeds"),
+        ({"seeds": [1, 1]}, "each once"),
+        ({"hopeless": 0.5}, "at least 1"),
+        ({"hopeless_at": 1.0}, "between 0 and 1"),
+        ({"steps": 0}, "train.steps"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(config, change, message):
+    if "steps" in change:
+        config.train.steps = change.pop("steps")
+    with pytest.raises(UserError, match=message):
+        sweep.comparison(**{"config": config, "names": ["adamw", "foam"], "seeds": [0], **change})
+
+
+@pytest.mark.parametrize(
+    "steps, every, at, factor, step",
+    [
+        (100, 10, 0.3, 1.2, 30),
+        (100, 20, 0.3, 1.2, 40),
+        (100, 0, 0.3, 1.2, 0),
+        (100, 10, 0.3, 0, 0),
+        (10, 10, 0.3, 2, 0),
+        (9, 2, 0.01, 2, 2),
+    ],
+)
+def test_the_rule_looks_at_an_evaluation_before_the_end(config, steps, every, at, factor, step):
+    config.train.steps, config.train.eval_every = steps, every
+    c = sweep.comparison(config, ["adamw", "foam"], [0], hopeless=factor, hopeless_at=at)
+    assert c.rule.step == step
+    assert ("stopped at step" in str(c.rule)) == bool(step)
+
+
+def test_studies_share_the_papers_setting_and_whatever_else_is_the_same(config):
+    config.optimizer.lr, config.optimizer.scale = 0.02, 0.5
+    c = sweep.ablation(config, ["residual", "rho", "level", "alpha", "direction"], [0, 1])
+    assert len({json.dumps([a.optimizer, a.options, a.start]) for a in c.arms}) == len(c.arms)
+    rho = {case["value"]: case["arm"] for case in c.studies["rho"]["cases"]}
+    assert rho["1.0"] == "foam" and rho["0.0"] == "residual-0.0"
+    assert all(arm.tune == {"lr": [0.02]} for arm in c.arms)
+    assert {arm.start["scale"] for arm in c.arms if not arm.label.startswith("alpha")} == {0.5}
+    with pytest.raises(UserError, match=r"unknown study 'levl'.*did you mean level"):
+        sweep.ablation(config, ["levl"], [0])
+
+
+# ---------------------------------------------------------------------------------------------- whole contests
+
+
+class Done:
+    """A trial that ran in this process, as if it were one of its own."""
+
+    def __init__(self, returncode):
+        self.returncode = returncode
+
+    def poll(self):
+        return self.returncode
+
+    def terminate(self):
+        pass
+
+    def wait(self, timeout=None):
+        pass
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Trials run in this process, one after the other; the list of their names."""
+    ran = []
+
+    def spawn(self, orders, slot, log):
+        ran.append("/".join(Path(orders["config"]["out"]).parts[-2:]))
+        log.write_text("")
+        try:
+            return Done(130 if trial.run(json.loads(json.dumps(orders))) == "interrupted" else 0)
+        except UserError as e:
+            log.write_text(str(e))
+            return Done(2)
+
+    monkeypatch.setattr(sweep.Hall, "spawn", spawn)
+    monkeypatch.setattr(sweep, "POLL", 0)
+    return ran
+
+
+def small_contest(config, **changes):
+    rates = {"lr": {"": [1e-3, 1e-2]}, "scale": {"foam-paper": [0.5]}}
+    return sweep.comparison(config, ["foam-paper", "adamw"], [0, 1], **{**rates, **changes})
+
+
+def test_a_contest_from_beginning_to_end(config, tmp_path, here):
+    folder, events = tmp_path / "contest", []
+    end = sweep.start(small_contest(config, hopeless=1.001), folder, 1, events.append)
+    kept = json.loads((folder / "contest.json").read_text())
+    assert kept == json.loads(json.dumps(end)) and kept["status"] == "done"
+    assert len(here) == len(set(here))
+    # all that differs between runs is the optimizer and the seed
+    runs = [yaml.safe_load(path.read_text()) for path in folder.glob("*/*/config.yaml")]
+    assert len(runs) == len(here) == len(kept["runs"])
+    for run in runs:
+        run["train"].pop("seed"), run.pop("optimizer"), run.pop("out")
+        assert run == runs[0]
+    # the rows are what the runs say
+    for row in kept["results"]:
+        summaries = summarize([folder / name for name in row["folders"]])
+        assert row["n"] == 2 and row["seeds"] == [0, 1]
+        assert row["loss"] == pytest.approx(sum(s.loss for s in summaries) / 2)
+        assert row["low"] < row["loss"] < row["high"] and row["state"] > 0 and row["peak"] > 0
+        assert {s.lr for s in summaries} == {row["point"]["lr"]} == {kept["search"][row["arm"]]["best"]["lr"]}
+    assert kept["results"][0]["loss"] <= kept["results"][1]["loss"]
+    assert len(kept["verdicts"]) == 1 and "n = 2" in kept["verdicts"][0]
+    # the rule: no arm lost the run that was its best at the step
+    stopped = [r for r in kept["runs"] if r["status"] == "stopped"]
+    assert stopped and kept["rule"]["step"] == 2 and kept["cautions"][0] == str(Rule(2, 1.001))
+    for arm in ("foam-paper", "adamw"):
+        at = {f"{arm}/{p.name}": contest.loss_at(p, 2) for p in (folder / arm).glob("*seed0")}
+        assert min(at, key=at.get) not in [r["folder"] for r in stopped]
+    assert all(r["why"] and summarize([folder / r["folder"]])[0].steps == 3 for r in stopped)
+    # nothing is left behind, and nothing is run again
+    assert not list(folder.glob("*/*/checkpoints")) and not list(folder.glob("*/*.err"))
+    assert {e["kind"] for e in events} == {"prepare", "launch", "ended", "state"}
+    before = small.tree(folder)
+    del here[:]
+    assert sweep.resume(folder)["results"] == kept["results"] and not here
+    changed = {name for name, content in small.tree(folder).items() if before.get(name) != content}
+    assert changed <= {"contest.json"}
+
+
+def test_an_interrupted_contest_ends_as_one_that_was_not(config, tmp_path, here, monkeypatch):
+    whole = sweep.start(small_contest(config), tmp_path / "whole", 1)
+    spawn, interrupted = sweep.Hall.spawn, []
+
+    def stop_the_third(self, orders, slot, log):
+        if len(here) % 10 != 2 or interrupted:
+            return spawn(self, orders, slot, log)
+        interrupted.append(Path(orders["config"]["out"]))
+        log.write_text("")
+
+        def stop(event):
+            if event["kind"] == "train" and event["step"] == 3:
+                signal.raise_signal(signal.SIGTERM)
+
+        train(trial.settings(orders["config"]), on_event=stop)
+        return Done(130)
+
+    monkeypatch.setattr(sweep.Hall, "spawn", stop_the_third)
+    del here[:]
+    part = sweep.start(small_contest(config), tmp_path / "part", 1)
+    assert part["status"] == "interrupted" and list(interrupted[0].glob("checkpoints/*"))
+    assert len(list((tmp_path / "part").glob("*/*/run.json"))) == 3
+    del here[:]
+    end = sweep.resume(tmp_path / "part")
+    assert end["status"] == "done" and len(here) == len(whole["runs"]) - 2
+    assert json.loads((interrupted[0] / "run.json").read_text())["resumed"][0]["step"] == 4
+    for a, b in zip(whole["results"], end["results"]):
+        assert {k: a[k] for k in ("arm", "loss", "point", "folders")} == {
+            k: b[k] for k in ("arm", "loss", "point", "folders")
+        }
+
+
+def test_ctrl_c_lets_the_runs_save(config, tmp_path, monkeypatch):
+    log = []
+
+    class Endless:
+        returncode = None
+
+        def poll(self):
+            return self.returncode
+
+        def terminate(self):
+            log.append("terminated")
+            self.returncode = 130
+
+        def wait(self, timeout=None):
+            assert timeout is None and self.returncode == 130
+
+    monkeypatch.setattr(sweep.Hall, "spawn", lambda *a: Endless())
+    events = []
+
+    def press(event):
+        events.append(event)
+        if event["kind"] == "state":
+            signal.raise_signal(signal.SIGINT)
+
+    end = sweep.start(small_contest(config), tmp_path / "c", 2, press)
+    assert end["status"] == "interrupted" and log == ["terminated"] * 2
+    assert len([e for e in events if e["kind"] == "launch"]) == 2
+
+
+def test_a_run_that_cannot_be_resumed_begins_anew(config, tmp_path, here):
+    folder = tmp_path / "c"
+    c = small_contest(config, hopeless=0)
+    object.__setattr__(c, "arms", [replace(a, optimizer="galore", options={}) for a in c.arms[:1]])
+    pytest.importorskip("pytorch_optimizer")
+    sweep.start(c, folder)
+    info = json.loads((folder / here[0] / "run.json").read_text())
+    (folder / here[0] / "run.json").write_text(json.dumps({**info, "status": "running"}))
+    (folder / here[0] / "checkpoints" / "step-00000006").mkdir(parents=True)
+    first = here[0]
+    del here[:]
+    assert sweep.resume(folder)["status"] == "done" and here == [first]
+    assert "resumed" not in json.loads((folder / first / "run.json").read_text())
+
+
+def test_a_failure_is_told_and_the_contest_can_go_on(config, tmp_path, here, monkeypatch):
+    spawn = sweep.Hall.spawn
+
+    def full(self, orders, slot, log):
+        log.write_text("some warning\nno room on the disk")
+        return Done(2)
+
+    monkeypatch.setattr(sweep.Hall, "spawn", full)
+    with pytest.raises(UserError, match=r"foam-paper/.* failed: no room on the disk;.*--resume"):
+        sweep.start(small_contest(config), tmp_path / "c")
+    assert contest.read(tmp_path / "c")["status"] == "interrupted"
+    monkeypatch.setattr(sweep.Hall, "spawn", spawn)
+    assert sweep.resume(tmp_path / "c")["status"] == "done"
+
+
+def test_a_diverged_run_is_a_result(config, tmp_path, here):
+    config.train.patience, config.train.clip = 1, 0.0
+    end = sweep.start(
+        small_contest(config, lr={"foam-paper": [1e-2], "adamw": [1e-2, 1e30]}, hopeless=0), tmp_path / "c"
+    )
+    lost = [r for r in end["runs"] if r["status"] == "diverged"]
+    assert {r["folder"].split("-scale")[0] for r in lost} == {"adamw/lr1e+30"} and "could not be taken" in lost[0][
+        "why"
+    ]
+    assert end["search"]["adamw"]["best"]["lr"] < 1e30 and end["status"] == "done"
+
+
+def test_the_command(config, tmp_path, here, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    from foamlab.loop import plain
+
+    settings = plain(config)
+    settings.pop("out")
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(settings))
+    words = ["compare", "my.yaml", "--optimizers", "foam,adamw", "--lr", "1e-3", "--seeds", "0,1", "--out", "c"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "95% interval" in said and "What can be said" in said and "n = 2" in said and "wrote c/contest.json" in said
+    assert main(words) == 2
+    assert "--resume c" in capsys.readouterr().err
+    assert main(["compare", "--resume", "c", "--train.steps", "7"]) == 2
+    assert "was begun with train.steps 6, not 7" in capsys.readouterr().err
+    assert main(["compare", "--resume", "c"]) == 0
+    assert main(["ablate", "my.yaml", "--studies", "residual,direction", "--seeds", "0", "--out", "a"]) == 0
+    said = capsys.readouterr().out
+    assert "direction-columns" in said and "n = 1" in said
+    kept = contest.read(Path("a"))
+    assert set(kept["studies"]) == {"residual", "direction"} and len(kept["results"]) == 3
+    assert main(["report", *map(str, Path("c").glob("*/*")), "--out", "r.html"]) == 0
+
+
+@pytest.mark.heavy
+def test_a_killed_contest_goes_on(config, home, tmp_path):
+    """In real processes: kill -9 in the middle; what had finished is not repeated, all else is done."""
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({k: v for k, v in sweep.plain(config).items() if k != "out"}))
+    words = [sys.executable, "-m", "foamlab", "compare"]
+    flags = ["--optimizers", "foam,adamw", "--lr", "1e-2,1e-3", "--seeds", "0", "--jobs", "2", "--out", "c"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    first = subprocess.Popen([*words, "c.yaml", *flags], cwd=tmp_path, env=env, stdout=subprocess.PIPE)
+    finished = []
+    while not finished:
+        time.sleep(0.1)
+        assert first.poll() is None
+        finished = [p for p in tmp_path.glob("c/*/*") if contest.outcome(p).status == "done"]
+    first.kill()
+    first.wait()
+    before = {p: small.tree(p) for p in finished}
+    time.sleep(5)  # the runs notice, save and end
+    second = subprocess.run([*words, "--resume", "c"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert second.returncode == 0, second.stderr
+    assert contest.read(tmp_path / "c")["status"] == "done"
+    for p, files in before.items():
+        after = small.tree(p)
+        assert {k: x for k, x in files.items() if "checkpoints" not in k} == after
+
+
+# ---------------------------------------------------------------------------------------------- words
+
+
+def test_the_rule_compares_runs_of_one_arm(tmp_path):
+    for arm, name, loss in (("a", "x", 2.0), ("a", "y", 2.5), ("b", "z", 1.0)):
+        (tmp_path / arm / name).mkdir(parents=True)
+        line = json.dumps({"kind": "eval", "step": 4, "loss": loss})
+        (tmp_path / arm / name / "metrics.jsonl").write_text(line + "\n")
+    assert hopeless(tmp_path / "a" / "y", Rule(4, 1.2)) == "loss 2.5 at step 4 is above 1.2 times the 2 of x"
+    assert not hopeless(tmp_path / "a" / "y", Rule(4, 1.3))
+    assert not hopeless(tmp_path / "a" / "x", Rule(4, 1.0))
+    assert not hopeless(tmp_path / "b" / "z", Rule(4, 1.0))
+    assert not hopeless(tmp_path / "a" / "y", Rule(5, 1.0))
+
+
+class Run:
+    def __init__(self, seed, loss):
+        self.seed, self.loss = seed, loss
+
+
+def test_verdicts_say_n_and_are_corrected_for_their_number():
+    runs = {
+        name: [Run(seed, base + 0.01 * seed + wobble * (seed % 2)) for seed in range(4)]
+        for name, base, wobble in (("muon", 1.0, 0), ("foam", 1.1, 0.01), ("adamw", 1.2, 0.02), ("foam-row", 1.3, 0))
+    }
+    rows = [{"arm": name, "n": 4, "loss": 1.0} for name in runs]
+    said, count = verdicts("compare", rows, runs, {})
+    assert count == len(said) == 4 and all("n = 4" in s for s in said)
+    assert [s.split(" (")[0] for s in said[:3]] == ["muon beats foam", "muon beats adamw", "muon beats foam-row"]
+    assert said[3].startswith("foam beats adamw")  # the best FOAM against all that is not FOAM
+    # p = 0.03 is no claim among four comparisons
+    close = {
+        "a": [Run(s, 1.0) for s in range(4)],
+        "b": [Run(s, 1.0 + d) for s, d in enumerate((0.01, 0.02, 0.03, 0.05))],
+    }
+    pair = [{"arm": n, "n": 4, "loss": 1.0} for n in close]
+    assert "beats" in verdicts("compare", pair, close, {})[0][0]
+    more = {**close, **{f"c{k}": close["b"] for k in range(3)}}
+    told = verdicts("compare", [{"arm": n, "n": 4, "loss": 1.0} for n in more], more, {})[0]
+    assert len(told) == 4 and not any("beats" in s for s in told)
+
+
+def test_standings_of_a_contest_that_has_not_begun(config, tmp_path):
+    told = standings(tmp_path, small_contest(config).as_dict())
+    assert [row["status"] for row in told["results"]] == ["none", "none"] and not told["verdicts"] and not told["runs"]
+
+
+@pytest.mark.parametrize(
+    "text, message", [(None, "no contest in"), ("{", "cannot read"), ('{"format": 9}', "format 9")]
+)
+def test_a_folder_that_is_no_contest(tmp_path, text, message):
+    if text:
+        (tmp_path / "contest.json").write_text(text)
+    with pytest.raises(UserError, match=message):
+        contest.read(tmp_path)
