@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import arguments
+from . import arena, arguments
 from .config import RunConfig, UserError, known_name
 
 INTERRUPTED = 130
@@ -215,6 +215,18 @@ COMMANDS: dict[str, Command] = {
     ),
     "datasets": Command("list the data sets", "foamlab datasets", datasets),
     "presets": Command("list the recipes, or print one", "foamlab presets\nfoamlab presets demo > my.yaml", presets),
+    "compare": Command(
+        "a fair contest between optimizers",
+        "foamlab compare demo --optimizers foam-paper,adamw,adamw-split,muon --out runs/contest\n"
+        "foamlab compare demo --optimizers foam,adamw --lr 1e-3,3e-3 --seeds 0,1,2,3,4\n"
+        "foamlab compare --resume runs/contest",
+        arena.compare,
+    ),
+    "ablate": Command(
+        "the paper's ablations of FOAM",
+        "foamlab ablate demo --studies residual,level --out runs/ablation\nfoamlab ablate --resume runs/ablation",
+        arena.ablate,
+    ),
     "report": Command("write an HTML page about runs", "foamlab report runs/* --out report.html", report),
 }
 
