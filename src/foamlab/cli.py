@@ -190,6 +190,47 @@ def report(
         print(f"wrote {path}")
 
 
+def bench(
+    what: str = "step",
+    /,
+    *,
+    model: str = "",
+    optimizers: str = "",
+    dtypes: str = "float32,bfloat16",
+    pairs: int = 30,
+    threads: int = 0,
+    device: str = "cpu",
+    everything: bool = False,
+) -> None:
+    """Time optimizer steps against torch's fused AdamW (step), or the whole loop against a bare one (train).
+
+    Args:
+        what: step or train.
+        model: preset whose shapes are stepped (llama-60m), or which is trained (llama-1m).
+        optimizers: names, separated by commas; those of `foamlab optimizers`, and for step also foam-0, foam-1, ...
+        dtypes: of weights and gradients, for step.
+        pairs: timed pairs for each optimizer.
+        threads: CPU threads; 0 leaves torch's choice.
+        device: cpu or cuda, for step.
+        everything: step all weights of the model, not only the matrices that fold.
+    """
+    from . import bench as lab
+    from .config import ModelConfig
+    from .machine import threads as using
+
+    known_name(what, ("step", "train"), "bench")
+    names = tuple(name for name in optimizers.split(",") if name)
+    with using(threads):
+        if what == "train":
+            config = RunConfig(model=ModelConfig(model or "llama-1m"))
+            rows = [r.cells() for r in lab.bench_train(config, names or lab.LOOPS, pairs)]
+            print(_table(lab.TrainRow.HEADER, rows))
+        else:
+            chosen = names or lab.STEPS
+            steps = lab.bench_step(model or "llama-60m", chosen, dtypes.split(","), pairs, device, everything)
+            print(_table(lab.StepRow.HEADER, [r.cells() for r in steps]))
+
+
 COMMANDS: dict[str, Command] = {
     "train": Command(
         "train a model, or resume a run",
@@ -226,6 +267,13 @@ COMMANDS: dict[str, Command] = {
         "the paper's ablations of FOAM",
         "foamlab ablate demo --studies residual,level --out runs/ablation\nfoamlab ablate --resume runs/ablation",
         arena.ablate,
+    ),
+    "bench": Command(
+        "time optimizer steps, or the whole loop",
+        "foamlab bench step\n"
+        "foamlab bench step --model llama-130m --optimizers foam-3,adamw-foreach\n"
+        "foamlab bench train",
+        bench,
     ),
     "report": Command("write an HTML page about runs", "foamlab report runs/* --out report.html", report),
 }
