@@ -80,6 +80,27 @@ class Bars:
     parts: dict[str, list[float]]
 
 
+@dataclass(frozen=True)
+class Heat:
+    """A number z[i][j] for row i at x[j], as colour. `groups`: name -> its rows, which follow each other."""
+
+    name: str
+    title: str
+    z_title: str
+    x: list[float]
+    rows: list[str]
+    groups: dict[str, list[int]]
+    z: list[list[float]]
+
+    @property
+    def ticks(self) -> tuple[list[float], list[str]]:
+        """Where the groups' names stand: in the middle of their rows."""
+        return [(rows[0] + rows[-1]) / 2 for rows in self.groups.values()], list(self.groups)
+
+
+Chart = Curves | Bars | Heat
+
+
 def smooth(y: Sequence[float], width: int) -> list[float]:
     """Centred mean over `width` values, fewer at the ends; what is not finite is left out and stays a gap."""
     values = np.asarray(y, float)
@@ -125,13 +146,16 @@ def shorten(text: str, length: int = 24) -> str:
     return text if len(text) <= length else f"{text[:head]}…{text[head + 1 - length :]}"
 
 
-def empty(chart: Curves | Bars) -> bool:
+def empty(chart: Chart) -> bool:
     """Whether there is nothing to draw."""
-    rows = [line.y for line in chart.lines] if isinstance(chart, Curves) else list(chart.parts.values())
+    if isinstance(chart, Heat):
+        rows = chart.z
+    else:
+        rows = [line.y for line in chart.lines] if isinstance(chart, Curves) else list(chart.parts.values())
     return not any(math.isfinite(y) for row in rows for y in row)
 
 
-def plotly(chart: Curves | Bars) -> dict[str, Any]:
+def plotly(chart: Chart) -> dict[str, Any]:
     """The chart as a plotly figure {"data", "layout"} of JSON values; colours of page and text are left to the page."""
     # plotly reads some HTML tags in texts, so labels are escaped
     layout: dict[str, Any] = {
@@ -142,6 +166,8 @@ def plotly(chart: Curves | Bars) -> dict[str, Any]:
     }
     if isinstance(chart, Bars):
         return _plotly_bars(chart, layout)
+    if isinstance(chart, Heat):
+        return _plotly_heat(chart, layout)
     layout["xaxis"] = {"title": {"text": AXES["steps"]}, "rangemode": "tozero"}
     layout["yaxis"] = {"title": {"text": chart.y_title}, "type": "log" if chart.log else "linear", "automargin": True}
     if chart.log:
@@ -201,6 +227,31 @@ def _plotly_bars(chart: Bars, layout: dict[str, Any]) -> dict[str, Any]:
     return {"data": data, "layout": layout}
 
 
+def _plotly_heat(chart: Heat, layout: dict[str, Any]) -> dict[str, Any]:
+    at, names = chart.ticks
+    edges = [rows[0] - 0.5 for rows in chart.groups.values()][1:]
+    trace = {
+        "type": "heatmap",
+        "x": _json(chart.x),
+        "y": list(range(len(chart.rows))),
+        "z": [_json(row) for row in chart.z],
+        "customdata": [[html.escape(row, quote=False)] * len(chart.x) for row in chart.rows],
+        "colorscale": "Cividis",
+        "colorbar": {"title": {"text": chart.z_title, "side": "right"}, "thickness": 12},
+        "hovertemplate": "%{customdata}<br>%{z:.3f} at step %{x:,}<extra></extra>",
+    }
+    layout |= {
+        "height": min(max(110 + 8 * len(chart.rows), 240), 900),
+        "xaxis": {"title": {"text": AXES["steps"]}, "showgrid": False},
+        "yaxis": {"tickvals": at, "ticktext": names, "autorange": "reversed", "automargin": True, "showgrid": False},
+        "shapes": [
+            {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": {"color": "#fff", "width": 1}}
+            for y in edges
+        ],
+    }
+    return {"data": [trace], "layout": layout}
+
+
 def _pattern(index: int) -> dict[str, Any]:
     return {"shape": PATTERNS[index % 3][0], "fillmode": "overlay", "fgcolor": "#fff", "fgopacity": 0.6, "size": 7}
 
@@ -210,11 +261,13 @@ def _json(values: Sequence[float]) -> list[float | int | None]:
     return [None if not math.isfinite(v) else int(v) if v == int(v) else float(f"{v:.6g}") for v in values]
 
 
-def save(chart: Curves | Bars, path: Path, axis: str = "steps") -> None:
+def save(chart: Chart, path: Path, axis: str = "steps") -> None:
     """Draw the chart to `path`; its suffix (.png, .svg, .pdf) chooses the format."""
     from matplotlib.figure import Figure  # takes a second to import, and the page does not need it
 
     tall = 1.2 + 0.35 * len(chart.labels) if isinstance(chart, Bars) else 4.2
+    if isinstance(chart, Heat):
+        tall = min(1.5 + 0.08 * len(chart.rows), 9)
     figure = Figure(figsize=(8, max(2.2, tall)), layout="constrained")
     axes = figure.subplots()
     axes.set_title(chart.title, loc="left")
@@ -222,6 +275,8 @@ def save(chart: Curves | Bars, path: Path, axis: str = "steps") -> None:
     axes.spines[["top", "right"]].set_visible(False)
     if isinstance(chart, Bars):
         _draw_bars(axes, chart)
+    elif isinstance(chart, Heat):
+        _draw_heat(axes, chart)
     else:
         _draw_curves(axes, chart, axis)
     figure.savefig(path, dpi=150)
@@ -268,6 +323,20 @@ def _draw_bars(axes: Any, chart: Bars) -> None:
     axes.invert_yaxis()
     axes.set_xlabel(chart.x_title)
     axes.legend(fontsize="x-small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def _draw_heat(axes: Any, chart: Heat) -> None:
+    mesh = axes.pcolormesh(
+        chart.x, range(len(chart.rows)), np.asarray(chart.z, float), cmap="cividis", shading="nearest"
+    )
+    for rows in list(chart.groups.values())[1:]:
+        axes.axhline(rows[0] - 0.5, color="white", linewidth=0.8)
+    at, names = chart.ticks
+    axes.set_yticks(at, [_plain(name) for name in names])
+    axes.invert_yaxis()
+    axes.grid(False)
+    axes.set_xlabel(AXES["steps"])
+    axes.figure.colorbar(mesh, ax=axes, label=chart.z_title)
 
 
 def _plain(label: str) -> str:

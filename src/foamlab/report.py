@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from . import plots
 from .config import UserError
+from .heat import heat
 from .record import now, write_atomically
 from .stats import reach
 from .summary import (
@@ -102,15 +103,15 @@ def show(value: float, form: str) -> str:
     return format(value, form) if math.isfinite(value) else "∞" if value == math.inf else "–"
 
 
-def charts(runs: Sequence[Summary]) -> list[plots.Curves | plots.Bars]:
-    """Loss, memory, learning rate and gradient norm. A chart may be empty: see plots.empty."""
+def charts(runs: Sequence[Summary]) -> list[plots.Chart]:
+    """Loss, memory, learning rate, gradient norm, residual ratios. A chart may be empty: see plots.empty."""
     losses = [*(_line(i, run, "train", "loss") for i, run in enumerate(runs))]
     losses += [_line(i, run, "evals", "loss") for i, run in enumerate(runs)]
     losses = [line for line in losses if any(map(math.isfinite, line.y))]
     parts = {"weights": "weights", "gradients": "gradients", "optimizer state": "state"}
     memory = {name: [run.bytes(key) / MB for run in runs] for name, key in parts.items()}
     memory = {name: values for name, values in memory.items() if any(map(math.isfinite, values))}
-    found: list[plots.Curves | plots.Bars] = [
+    found: list[plots.Chart] = [
         plots.Curves("loss", "Loss", "loss", losses, window=plots.window(losses)),
         plots.Bars("memory", "Memory held", "MB", [plots.shorten(run.label) for run in runs], memory),
     ]
@@ -118,6 +119,10 @@ def charts(runs: Sequence[Summary]) -> list[plots.Curves | plots.Bars]:
         lines = [_line(i, run, "train", key) for i, run in enumerate(runs)]
         lines = [line for line in lines if any(map(math.isfinite, line.y))]
         found.append(plots.Curves(key.replace("_", "-"), title, title.lower(), lines, log=log))
+    for i, run in enumerate(runs):
+        name = f"Residual ratio: {plots.shorten(run.label)}" if len(runs) > 1 else "Residual ratio"
+        if residuals := heat(run.run.lines("residual"), f"residual-{i}", name):
+            found.append(residuals)
     return found
 
 
@@ -219,6 +224,7 @@ def page(runs: Sequence[Summary], target: float | None = None) -> str:
         "chips": "".join(map(chip, range(len(runs)), runs)),
         "axes": "".join(axis_button(axis, axis in known) for axis in plots.AXES),
         "curves": "".join(figure(c, runs) for c in drawn if isinstance(c, plots.Curves)) or "<p>No curve yet.</p>",
+        "heats": "".join(figure(c, runs) for c in drawn if isinstance(c, plots.Heat)),
         "bars": "".join(figure(c, runs) for c in drawn if isinstance(c, plots.Bars)) or "<p>No memory recorded.</p>",
         "cautions": _list(cautions(runs)) or "<p>No reservation found in the records.</p>",
         "fair": " ".join(map(escape, fair_points(runs))),
@@ -328,7 +334,7 @@ def reach_table(runs: Sequence[Summary], target: float | None) -> str:
     return f"<h2>Cost of reaching a loss</h2>{note}{table(heads, rows)}"
 
 
-def figure(chart: plots.Curves | plots.Bars, runs: Sequence[Summary]) -> str:
+def figure(chart: plots.Chart, runs: Sequence[Summary]) -> str:
     """A place for the chart, with its title and what the eye should know."""
     peaks = dict.fromkeys(str(of) for run in runs if (of := part(run.run.info, "bytes", "peak_of")))
     notes = {
@@ -337,16 +343,19 @@ def figure(chart: plots.Curves | plots.Bars, runs: Sequence[Summary]) -> str:
         "memory": "What training must hold. Peak memory, in the table, is measured otherwise"
         + (f" ({', '.join(peaks)})." if peaks else "."),
         "grad-norm": "Before clipping, smoothed as the loss; logarithmic.",
+        "residual": "Share of each matrix's gradient norm that folding leaves to the residual; sqrt(1 - 1/B) where "
+        "gradients have no structure within a block of B. Layers from top to bottom.",
     }
-    note = f"<p class=note>{escape(notes[chart.name])}</p>" if chart.name in notes else ""
+    text = notes.get(chart.name if not isinstance(chart, plots.Heat) else "residual")
+    note = f"<p class=note>{escape(text)}</p>" if text else ""
     log = '<button class="log" aria-pressed="false">log</button>' if chart.name == "loss" else ""
     return (
-        f'<figure data-chart="{chart.name}"><figcaption><h3>{chart.title}</h3>{log}{note}</figcaption>'
-        f'<div class="chart" role="img" aria-label="{chart.title} of {len(runs)} runs"></div></figure>'
+        f'<figure data-chart="{chart.name}"><figcaption><h3>{escape(chart.title)}</h3>{log}{note}</figcaption>'
+        f'<div class="chart" role="img" aria-label="{escape(chart.title)} of {len(runs)} runs"></div></figure>'
     )
 
 
-def _windowed(chart: plots.Curves | plots.Bars) -> bool:
+def _windowed(chart: plots.Chart) -> bool:
     return isinstance(chart, plots.Curves) and chart.window is not None
 
 
