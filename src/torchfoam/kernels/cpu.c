@@ -389,12 +389,13 @@ static void short_blocks(const Tensor *t, long b, long end) {
     if (waiting) packed(t, P, which, waiting);
 }
 
-static void add_up(const Tensor *t, long at, long n, double *sum) {
+/* `from` begins at the gradient's element `at` */
+static void add_up(const Tensor *t, const Array *from, long at, long n, double *sum) {
     _Alignas(64) float g[TILE];
     for (long i = 0; i < n; i += TILE) {
         long len = MIN(TILE, n - i);
-        if (len % N) copy_in(&t->g, at + i, len, g), memset(g + len, 0, 4 * (N - len % N));
-        sums(len % N ? g : view(&t->g, at + i, len, g), len, sum, place(&t->p, at + i), size_of(&t->p));
+        if (len % N) copy_in(from, i, len, g), memset(g + len, 0, 4 * (N - len % N));
+        sums(len % N ? g : view(from, i, len, g), len, sum, place(&t->p, at + i), size_of(&t->p));
     }
 }
 
@@ -410,11 +411,11 @@ static void long_moments(const Tensor *t, long b, const double *sum, float *out)
     copy_out(&t->m, b, 1, m), copy_out(&t->v, b, 1, v);
 }
 
-static void long_weights(const Tensor *t, long at, long n, const float *x) {
+static void long_weights(const Tensor *t, const Array *from, long at, long n, const float *x) {
     _Alignas(64) float p[TILE], g[TILE];
     for (long i = 0; i < n; i += TILE) {
         long len = MIN(TILE, n - i), whole = len / N * N;
-        float *y = view(&t->p, at + i, whole, p), *z = view(&t->g, at + i, whole, g);
+        float *y = view(&t->p, at + i, whole, p), *z = view(from, i, whole, g);
         const char *next = place(&t->g, at + n + i);
         for (long j = 0; j < whole; j += N) {
             fetch_far(next, j * size_of(&t->g));
@@ -423,11 +424,25 @@ static void long_weights(const Tensor *t, long at, long n, const float *x) {
         unview(&t->p, at + i, whole, y);
         if (whole < len) {
             float a[N] = {0}, c[N] = {0};
-            copy_in(&t->p, at + i + whole, len - whole, a), copy_in(&t->g, at + i + whole, len - whole, c);
+            copy_in(&t->p, at + i + whole, len - whole, a), copy_in(from, i + whole, len - whole, c);
             store(a, weight(load(a), load(c), all(x[0]), all(x[1]), all(x[2]), &t->k));
             copy_out(&t->p, at + i + whole, len - whole, a);
         }
     }
+}
+
+static Array part(const Array *a, long at) { return (Array){.data = place(a, at), .dtype = a->dtype}; }
+
+/* A block that one thread takes alone; a gradient in narrow storage is widened once if it fits the buffer */
+static void long_block(const Tensor *t, long b) {
+    _Alignas(64) float wide[BUFFER], x[3];
+    long at = begin_of(t, b), n = length_of(t, b);
+    double sum[2] = {0};
+    Array g = part(&t->g, at);
+    if (n <= BUFFER) g = (Array){.data = view(&t->g, at, n, wide)};
+    add_up(t, &g, at, n, sum);
+    long_moments(t, b, sum, x);
+    long_weights(t, &g, at, n, x);
 }
 
 /* ------------------------------------------------------------------ threads */
@@ -449,19 +464,15 @@ static long items(const Task *t, int pass) {
 static void item(const Task *task, const Tensor *t, long i, int pass, Partial *partials) {
     if (huge(task)) {
         long b = i / segments(task), from = i % segments(task) * SEGMENT, n = MIN(SEGMENT, length_of(t, b) - from);
-        if (n > 0 && pass == 0) add_up(t, begin_of(t, b) + from, n, partials[i].sum);
-        if (n > 0 && pass == 1) long_weights(t, begin_of(t, b) + from, n, partials[b * segments(task)].x);
+        long at = begin_of(t, b) + from;
+        Array g = part(&t->g, at);
+        if (n > 0 && pass == 0) add_up(t, &g, at, n, partials[i].sum);
+        if (n > 0 && pass == 1) long_weights(t, &g, at, n, partials[b * segments(task)].x);
         return;
     }
     long b = i * stretch(task), end = MIN(b + stretch(task), t->count);
     if (t->B <= SHORT) short_blocks(t, b, end);
-    else for (; b < end; b++) {
-        double sum[2] = {0};
-        float x[3];
-        add_up(t, begin_of(t, b), length_of(t, b), sum);
-        long_moments(t, b, sum, x);
-        long_weights(t, begin_of(t, b), length_of(t, b), x);
-    }
+    else while (b < end) long_block(t, b++);
 }
 
 static void work(void *data) {
