@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from . import models, optimizers, simulate
+from . import models, optimizers, simulate, thrift
 from .config import RunConfig, TrainConfig, UserError
 from .objective import loss_fn
 from .planner import Planner
@@ -68,9 +68,10 @@ def check(config: RunConfig, device: str = "cpu", vocabulary: int | None = None)
         optimizer = optimizers.build(settings.optimizer, model)
         rows = settings.train.batch
         ids = torch.randint(plan.vocabulary, (rows, settings.data.sequence), device=device)
-        step(model, optimizer, ids, settings.train)
+        release = thrift.release(settings.train, optimizer, 1)
+        step(model, optimizer, ids, settings.train, release)
         with torch.profiler.record_function(SECOND), simulate.Tracker(plan.vocabulary) as tracker:
-            gradients = step(model, optimizer, ids, settings.train)
+            gradients = step(model, optimizer, ids, settings.train, release)
     tracker.mark("end")
     measured = {
         "weights": sum(p.nbytes for p in model.parameters()),
@@ -83,19 +84,19 @@ def check(config: RunConfig, device: str = "cpu", vocabulary: int | None = None)
     return Check(predicted, measured, counted, plan.where)
 
 
-def step(model: nn.Module, optimizer: Optimizer, ids: Tensor, t: TrainConfig) -> int:
-    """One step as the loop takes it; returns the bytes of all gradients before they are freed."""
+def step(model: nn.Module, optimizer: Optimizer, ids: Tensor, t: TrainConfig, release: Any) -> int:
+    """One step as the loop takes it; returns the bytes of all gradients that there were."""
+    params = [p for p in model.parameters() if p.requires_grad]
     for piece in ids.split(t.micro_batch or len(ids)):
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=t.precision == "mixed"):
-            loss = loss_fn(model, piece, piece)
+            loss = loss_fn(model, piece, piece, t.chunked_loss)
         (loss / ids.numel()).backward()
         del loss
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = get_total_norm(gradients)
-    if t.clip:
-        clip_grads_with_norm_(list(model.parameters()), t.clip, norm)
+    gradients = [p.grad for p in params if p.grad is not None]
+    norm = release.grad_norm() if release else get_total_norm(gradients)
+    thrift.clip(t, params, norm, float(norm))
     optimizer.step()
-    size = sum(g.nbytes for g in gradients)
+    size = sum(p.nbytes for p in params) if release else sum(g.nbytes for g in gradients)
     del gradients
     optimizer.zero_grad(set_to_none=True)
     return size

@@ -19,10 +19,12 @@ from torchfoam import FOAM
 from . import optimizers, simulate
 from .cards import gb
 from .config import OptimizerConfig, RunConfig, UserError
-from .planner import Plan, Planner, released
+from .planner import Plan, Planner
 
 LEVELS = (2, 3, 4, 6, 8, "row")
 STATES = ("float32", "bfloat16", "int8")
+FOAM_KIND = "torchfoam:FOAM"
+CHUNK = 1024  # tokens whose logits exist at once
 
 
 @dataclass(frozen=True)
@@ -75,25 +77,30 @@ def fit(planner: Planner, config: RunConfig) -> Fit:
 # ---------------------------------------------------------------------------------------------- the mildest change
 
 
-def variants(config: RunConfig) -> Iterator[RunConfig]:
-    """Ways to save memory, mildest first; the leftmost axis is the last to change."""
-    first = optimizer_choices(config.optimizer)
-    precisions = [config.train.precision] + ["bfloat16"] * (config.train.precision != "bfloat16")
-    checkpointing = [config.model.checkpointing] + [True] * (not config.model.checkpointing)
-    for chosen, precision, again in product(first, precisions, checkpointing):
-        for state in states(chosen):
+def variants(asked: RunConfig, gpus: int = 1) -> Iterator[RunConfig]:
+    """Ways to save memory, mildest first: what comes first in this product is the last to change."""
+    t = asked.train
+    precisions = [t.precision] + ["bfloat16"] * (t.precision != "bfloat16")
+    again = [asked.model.checkpointing] + [True] * (not asked.model.checkpointing)
+    chunks = [t.chunked_loss] + [CHUNK] * (not t.chunked_loss and t.micro_batch * asked.data.sequence > CHUNK)
+    for chosen, precision in product(optimizer_choices(asked.optimizer), precisions):
+        ours = optimizers.OPTIMIZERS[chosen.name].kind == FOAM_KIND
+        # gradient release cannot add up micro-batches, nor clip by the common norm
+        freed = {"release": True, "clip": 0.0, "clip_each": t.clip or t.clip_each, "residual_every": 0}
+        releases: list[dict[str, Any]] = [{}] + [freed] * (ours and not t.release and gpus == 1)
+        for release, state, checkpointing, chunk in product(releases, states(chosen), again, chunks):
             options = {**chosen.options, "state": state} if state else chosen.options
             yield replace(
-                config,
+                asked,
                 optimizer=optimizers.resolve(replace(chosen, options=options)),
-                train=replace(config.train, precision=precision),
-                model=replace(config.model, checkpointing=again),
+                train=replace(t, precision=precision, chunked_loss=chunk, **release),
+                model=replace(asked.model, checkpointing=checkpointing),
             )
 
 
 def optimizer_choices(asked: OptimizerConfig) -> list[OptimizerConfig]:
     """The optimizer as asked, then FOAM at its rates with ever wider blocks."""
-    ours = optimizers.OPTIMIZERS[asked.name].kind == "torchfoam:FOAM"
+    ours = optimizers.OPTIMIZERS[asked.name].kind == FOAM_KIND
     level = asked.options.get("level", 2) if ours else 0
     wider = [x for x in LEVELS if level != "row" and (x == "row" or int(x) > int(level))]
     base = asked if ours else OptimizerConfig("foam", asked.lr, asked.betas, asked.eps, asked.weight_decay, asked.scale)
@@ -102,7 +109,7 @@ def optimizer_choices(asked: OptimizerConfig) -> list[OptimizerConfig]:
 
 def states(chosen: OptimizerConfig) -> list[str]:
     """The state as asked, then narrower kinds, where the optimizer has kinds."""
-    if optimizers.OPTIMIZERS[chosen.name].kind != "torchfoam:FOAM":
+    if optimizers.OPTIMIZERS[chosen.name].kind != FOAM_KIND:
         return [""]
     asked = chosen.options.get("state", "float32")
     return [asked] + (list(STATES[STATES.index(asked) + 1 :]) if asked in STATES else ["int8"])
@@ -114,9 +121,10 @@ def mildest_of(planner: Planner, asked: Plan) -> tuple[Plan | None, str]:
     limit, target = planner.capacity, asked.card or gb(planner.capacity)
     least = asked.total
     floors: dict[str, int] = {}
-    for config in variants(asked.config):
-        floor = bare(planner, config)
-        floors = {key: min(size, floors.get(key, size)) for key, size in floor.items()}
+    for config in variants(asked.config, planner.gpus):
+        size = planner.sizes(config)
+        floor = {"weights": size["weights"], "gradients": 0 if config.train.release else size["gradients"]}
+        floors = {key: min(n, floors.get(key, n)) for key, n in floor.items()}
         if sum(floor.values()) <= limit and sum(floor.values()) + planner.optimizer(config).state <= limit:
             found = fewer_rows(planner, config)
             if found.fits:
@@ -127,13 +135,6 @@ def mildest_of(planner: Planner, asked: Plan) -> tuple[Plan | None, str]:
     if (both := floors["weights"] + floors["gradients"]) > limit:
         return None, f"nothing fits {target}: weights and gradients alone need {gb(both)}"
     return None, f"nothing fits {target}: the least that was tried needs {gb(least)}"
-
-
-def bare(planner: Planner, config: RunConfig) -> dict[str, int]:
-    """Bytes of "weights" and "gradients", which neither rows nor optimizer change."""
-    params = list(planner.model(config).parameters())
-    gradients = 0 if released(config) else sum(p.nbytes for p in params if p.requires_grad)
-    return {"weights": sum(p.nbytes for p in params), "gradients": gradients}
 
 
 def fewer_rows(planner: Planner, config: RunConfig) -> Plan:
@@ -147,24 +148,26 @@ def fewer_rows(planner: Planner, config: RunConfig) -> Plan:
 
 
 def with_rows(config: RunConfig, rows: int) -> RunConfig:
-    return replace(config, train=replace(config.train, micro_batch=rows))
+    """`rows` a pass; gradients that are released cannot be added up, so there it is the batch that shrinks."""
+    batch = rows if config.train.release else config.train.batch
+    return replace(config, train=replace(config.train, micro_batch=rows, batch=batch))
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[str]:
     """What changed, as flags of `foamlab train`."""
-    changes = []
-    if new.optimizer.name != old.optimizer.name:
-        changes.append(f"--optimizer.name {new.optimizer.name}")
-    for key, value in new.optimizer.options.items():
-        if old.optimizer.options.get(key, "float32" if key == "state" else None) != value:
-            changes.append(f"--optimizer.options.{key} {value}")
-    if new.train.precision != old.train.precision:
-        changes.append(f"--train.precision {new.train.precision}")
-    if new.model.checkpointing != old.model.checkpointing:
-        changes.append("--model.checkpointing true")
-    if new.train.micro_batch != old.train.micro_batch:
-        changes.append(f"--train.micro_batch {new.train.micro_batch}")
-    return changes
+    was, now = flat(old), flat(new)
+    was.setdefault("optimizer.options.state", "float32")
+    return [f"--{key} {str(x).lower() if isinstance(x, bool) else x}" for key, x in now.items() if was.get(key) != x]
+
+
+def flat(config: RunConfig) -> dict[str, Any]:
+    """The settings that `variants` may change."""
+    options = {f"optimizer.options.{key}": x for key, x in config.optimizer.options.items()}
+    train = {f"train.{key}": x for key, x in vars(config.train).items()}
+    if config.train.micro_batch == config.train.batch:
+        del train["train.micro_batch"]
+    name = {"optimizer.name": config.optimizer.name}
+    return {**name, **options, **train, "model.checkpointing": config.model.checkpointing}
 
 
 # ---------------------------------------------------------------------------------------------- how much fits
@@ -190,10 +193,10 @@ def largest(need: Callable[[int], int], capacity: int, limit: int) -> int:
 
 
 def most_rows(planner: Planner, config: RunConfig, limit: int = 4096) -> int:
-    """Most rows a pass, with gradients accumulated over passes."""
+    """Most rows a pass, with gradients added up over passes where that can be."""
 
     def need(rows: int) -> int:
-        batch = max(config.train.batch, 2 * rows * planner.gpus)
+        batch = rows if config.train.release else max(config.train.batch, 2 * rows * planner.gpus)
         batch += -batch % planner.gpus
         return planner.plan(replace(config, train=replace(config.train, batch=batch, micro_batch=rows))).total
 

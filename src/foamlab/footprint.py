@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -47,10 +47,11 @@ class Footprint:
         for k, group in enumerate(self.optimizer.param_groups):
             for p in group["params"]:
                 alike.setdefault((k, p.shape, p.dtype), []).append(p)
-        self.stand_ins = [same[0] for same in alike.values()]
+        self.alike = list(alike.values())
+        self.stand_ins = [same[0] for same in self.alike]
         if not isinstance(self.optimizer, FOAM):  # whose state is there from the beginning
-            self.step()
-        counts = [sum(1 + extra * (id(p) in often) for p in same) for same in alike.values()]
+            self.step(self.stand_ins)
+        counts = [sum(1 + extra * (id(p) in often) for p in same) for same in self.alike]
         # what several parameters share (bitsandbytes' code tables) counts once
         whole = self._bytes(self.stand_ins)
         own = [whole - self._bytes([q for q in self.stand_ins if q is not p]) for p in self.stand_ins]
@@ -59,12 +60,11 @@ class Footprint:
     def _bytes(self, params: list[nn.Parameter]) -> int:
         return optimizers.state_bytes(self.optimizer, {"params": params})
 
-    def step(self, leave: Iterable[int] = ()) -> int:
-        """One step, without the groups `leave`; returns the most bytes that were alive for a while."""
-        left = {id(p) for k in leave for p in self.optimizer.param_groups[k]["params"]}
+    def step(self, params: list[nn.Parameter]) -> int:
+        """One step of these stand-ins; returns the most bytes that were alive for a while."""
         gradients = [torch.empty_like(p) for p in self.stand_ins]
         for p, g in zip(self.stand_ins, gradients):
-            p.grad = None if id(p) in left else g
+            p.grad = g if any(p is q for q in params) else None
         tracker = simulate.Tracker(hypothetical=True)
         try:
             with tracker:
@@ -79,9 +79,21 @@ class Footprint:
         return sum(tracker.segments[-1].top.values())
 
     @cached_property
+    def fused(self) -> set[int]:
+        """Ids of the parameters whose step needs nothing of its own."""
+        groups = fused_groups(self.optimizer, self.config.options, self.device)
+        return {id(p) for k in groups for p in self.optimizer.param_groups[k]["params"]}
+
+    @cached_property
     def scratch(self) -> int:
         """Bytes that a step needs besides weights, gradients and state."""
-        return self.step(leave=fused_groups(self.optimizer, self.config.options, self.device))
+        return self.step([p for p in self.stand_ins if id(p) not in self.fused])
+
+    @cached_property
+    def each(self) -> dict[int, int]:
+        """Id of a parameter -> bytes that its step alone needs besides its weights, gradient and state."""
+        sizes = [0 if id(same[0]) in self.fused else self.step([same[0]]) for same in self.alike]
+        return {id(p): size for same, size in zip(self.alike, sizes) for p in same}
 
 
 def fused_groups(optimizer: Optimizer, options: Mapping[str, Any], device: str) -> list[int]:

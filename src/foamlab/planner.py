@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,32 +148,38 @@ class Planner:
         """What `config` needs."""
         config = self.settle(config)
         model = self.model(config)
-        params = list(model.parameters())
-        trainable = [p for p in params if p.requires_grad]
-        gradients = sum(p.nbytes for p in trainable)
-        optimizer = self.optimizer(config)
-        state = optimizer.state
-        exact = {"weights": sum(p.nbytes for p in params), "gradients": gradients, "state": state}
-        fixed = {"weights": exact["weights"], "buffers": sum(b.nbytes for b in model.buffers()), "state": state}
-        passes = self.passes(config)
-        step = {
-            "gradients": 0 if released(config) else gradients,
-            "activations": 0,
-            "logits": 0,
-            "temporaries": optimizer.scratch,
-        }
-        where, moving = max(
-            (passes.where, passes.bytes), ("optimizer step", step), key=lambda item: sum(item[1].values())
-        )
+        size, optimizer, passes = self.sizes(config), self.optimizer(config), self.passes(config)
+        exact = {"weights": size["weights"], "gradients": size["gradients"], "state": optimizer.state}
+        fixed = {"weights": size["weights"], "buffers": size["buffers"], "state": optimizer.state}
+        step = {"gradients": size["gradients"], "activations": 0, "logits": 0, "temporaries": optimizer.scratch}
+        where, moving = passes.where, passes.bytes
+        if not config.train.release and sum(step.values()) > sum(moving.values()):
+            where, moving = "optimizer step", step
         peak = {**fixed, **moving}
         if self.gpus > 1:
-            peak["buckets"] = gradients  # DistributedDataParallel keeps a second copy to exchange
+            peak["buckets"] = size["gradients"]  # DistributedDataParallel keeps a second copy to exchange
         if self.device == "cuda":
             peak |= {"slack": int(SLACK * sum(peak.values())), "context": CONTEXT}
         return Plan(
-            config, self.device, simulate.vocabulary_of(model), sum(p.numel() for p in params),
-            sum(p.numel() for p in trainable), exact, peak, where, self.capacity, str(self.card or ""),
+            config, self.device, simulate.vocabulary_of(model), size["parameters"], size["trainable"],
+            exact, peak, where, self.capacity, str(self.card or ""),
         )  # fmt: skip
+
+    def sizes(self, config: RunConfig) -> dict[str, int]:
+        """Bytes of "weights", "gradients" and "buffers"; numbers of "parameters" and "trainable" ones."""
+        model = self.model(config)
+        key = ("sizes", id(model))
+        if key not in self._cache:
+            params = list(model.parameters())
+            trained = [p for p in params if p.requires_grad]
+            self._cache[key] = {
+                "weights": sum(p.nbytes for p in params),
+                "gradients": sum(p.nbytes for p in trained),
+                "buffers": sum(b.nbytes for b in model.buffers()),
+                "parameters": sum(p.numel() for p in params),
+                "trainable": sum(p.numel() for p in trained),
+            }
+        return self._cache[key]
 
     def settle(self, config: RunConfig) -> RunConfig:
         """The settings with precision, optimizer and micro-batch resolved; UserError for impossible ones."""
@@ -245,13 +252,16 @@ class Planner:
         t = config.train
         rows = t.batch // self.gpus
         many = rows > t.micro_batch
+        own = repr(config.optimizer) if t.release else ""
         key = ("passes", id(self.model(config)), t.precision, config.model.checkpointing, t.micro_batch,
-               config.data.sequence, many, released(config))  # fmt: skip
+               config.data.sequence, many, t.chunked_loss, own)  # fmt: skip
         if key not in self._cache:
+            loss = partial(loss_fn, chunk=t.chunked_loss)
+            release = self.optimizer(config).each if t.release else None
             try:
                 self._cache[key] = simulate.passes(
-                    self.model(config), loss_fn, t.micro_batch, config.data.sequence, mixed=t.precision == "mixed",
-                    accumulate=many, release=released(config), device=self.device,
+                    self.model(config), loss, t.micro_batch, config.data.sequence, mixed=t.precision == "mixed",
+                    accumulate=many, release=release, device=self.device,
                 )  # fmt: skip
             except (RuntimeError, NotImplementedError, TypeError) as e:
                 raise UserError(
@@ -259,11 +269,6 @@ class Planner:
                     f"{' '.join(str(e).split())[:200]}"
                 ) from e
         return self._cache[key]
-
-
-def released(config: RunConfig) -> bool:
-    """Whether the run frees each gradient as soon as its weight has moved."""
-    return bool(getattr(config.train, "release", False))
 
 
 def with_options(config: OptimizerConfig, **options: Any) -> OptimizerConfig:

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Bytes = dict[str, int]
 KINDS = ("gradients", "activations", "logits")  # what a tracker tells apart
+MIDDLE = 1  # the block that stands for those left out
 LossFn = Callable[[nn.Module, Tensor, Tensor], Tensor]
 aten = torch.ops.aten
 
@@ -107,6 +108,12 @@ class Tracker(TorchDispatchMode):
             self.total += size
             if self.total > self.most:
                 self.most, self.top = self.total, dict(self.live)
+
+    def pass_by(self, size: int) -> None:
+        """Count `size` bytes that come and go at once."""
+        if self.total + size > self.most:
+            self.most = self.total + size
+            self.top = {**self.live, "activations": self.live["activations"] + size}
 
     def rename(self, x: Tensor, kind: str) -> None:
         """Count the storage of x under another kind."""
@@ -214,7 +221,7 @@ def fewer_blocks(model: nn.Module, by_name: bool = False) -> Iterator[tuple[list
     kept = dict(blocks._modules)
     blocks._modules = dict(list(kept.items())[:3])
     try:
-        yield list(blocks[1].parameters()), len(kept) - 3
+        yield list(blocks[MIDDLE].parameters()), len(kept) - 3
     finally:
         blocks._modules = kept
 
@@ -233,7 +240,7 @@ def passes(
     *,
     mixed: bool = False,
     accumulate: bool = False,
-    release: bool = False,
+    release: dict[int, int] | None = None,
     device: str = "cuda",
     whole: bool = False,
 ) -> Peak:
@@ -245,7 +252,8 @@ def passes(
         rows, sequence: shape of the micro-batch.
         mixed: bfloat16 products under float32 weights (autocast).
         accumulate: gradients of an earlier micro-batch are there already; they count.
-        release: each gradient is freed as soon as it is complete.
+        release: each weight steps and frees its gradient as soon as that is complete; id of a weight ->
+            bytes that its step needs for a while.
         device: "cpu" or "cuda", whose kernels are meant.
         whole: simulate every block instead of three.
 
@@ -258,17 +266,17 @@ def passes(
     with fewer_blocks(model, by_name=whole) as (middle, extra):
         try:
             for _ in range(1 + accumulate):
-                follow(model, loss_fn, rows, sequence, tracker, Stand(device, mixed), release)
+                follow(model, loss_fn, rows, sequence, tracker, Stand(device, mixed), release, middle)
         finally:
             for p in model.parameters():
                 p.grad = None
-    before = extra * sum(p.nbytes for p in middle if p.requires_grad) if accumulate and not release else 0
+    before = extra * sum(p.nbytes for p in middle if p.requires_grad) if accumulate and release is None else 0
     return extrapolate(tracker.segments, extra, {"gradients": before})
 
 
 def follow(
-    model: Any, loss_fn: LossFn, rows: int, sequence: int,
-    tracker: Tracker, stand: Stand, release: bool,
+    model: Any, loss_fn: LossFn, rows: int, sequence: int, tracker: Tracker, stand: Stand,
+    release: dict[int, int] | None, middle: list[nn.Parameter],
 ) -> None:  # fmt: skip
     """Take one forward and backward pass under the tracker, marking where each block begins and ends."""
     forward = True
@@ -287,7 +295,8 @@ def follow(
         return hook
 
     def accumulated(p: Tensor) -> None:
-        if release:
+        if release is not None:
+            tracker.pass_by(release[id(p)])
             p.grad = None
         elif p.grad is not None:
             tracker.rename(p.grad, "gradients")
@@ -297,7 +306,7 @@ def follow(
     ]
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is not None:
-        handles.append(head.register_forward_pre_hook(lambda *_: tracker.mark("head and loss")))
+        handles.append(head.register_forward_pre_hook(lambda *_: tracker.mark("head and loss") if forward else None))
     for i, block in enumerate(blocks_of(model, 3) or ()):
         handles.append(block.register_forward_pre_hook(begins(i), with_kwargs=True))
     tracker.segments.clear()
@@ -306,8 +315,11 @@ def follow(
         with tracker, stand:
             ids = torch.zeros(rows, sequence, dtype=torch.long, device="meta")
             loss = loss_fn(model, ids, ids)
-            tracker.mark("backward of the head and the last layer")
             forward = stand.caching = False
+            tracker.mark(f"casts of layer {MIDDLE} end")
+            for p in middle:
+                stand.casts.pop(id(p), None)
+            tracker.mark("backward of the head and the last layer")
             stand.casts.clear()
             # Tensor.backward would leave `stand`, which blocks that are computed again need
             _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, accumulate_grad=True)
@@ -324,7 +336,7 @@ def extrapolate(segments: list[Segment], extra: int, before: Bytes) -> Peak:
     start = dict.fromkeys(KINDS, 0)
     best, kept = Segment("", live, live), 0
     for segment in segments:
-        for _ in range(1 + extra * (segment.name in ("forward of layer 1", "backward of layer 1"))):
+        for _ in range(1 + extra * (f"layer {MIDDLE}" in segment.name)):
             begin = live
             top = {kind: begin[kind] + segment.top[kind] - start[kind] for kind in KINDS}
             live = {kind: begin[kind] + segment.end[kind] - start[kind] for kind in KINDS}
