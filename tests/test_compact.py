@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from problems import allocated, learn, numbers
 from tolerances import codec, exact
 from torchfoam import FOAM, fold, param_groups, unfold
+from torchfoam.kernels import eager
 from torchfoam.kernels.eager import close, open_moment
 from torchfoam.options import hyper
 from torchfoam.quant import GROUP, encode, noise_key, round_stochastic
@@ -297,3 +298,41 @@ def test_narrow_training_loses_next_to_nothing() -> None:
     assert abs(learn(FOAM, state="int8", **settings) / full - 1) < 0.0025
     assert abs(learn(FOAM, BF16, **settings) / full - 1) < 0.005
     assert learn(FOAM, BF16, stochastic=False, **settings) / full - 1 > 0.008  # the control
+
+
+# ---------------------------------------------------------------------- slabs
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("rule", RULES)
+def test_cutting_a_parameter_into_slabs_changes_no_bit(
+    rule: str, state: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for level, shape in product(LEVELS, ((23, 70), (4, 5, 33))):
+        results = []
+        for slab in (1 << 18, 150, 1):
+            monkeypatch.setitem(eager.SLAB, "cpu", slab)
+            opt, p, g = started(shape, dtype, rule=rule, level=level, state=state)
+            p.grad = g
+            opt.step()
+            results.append([p.detach(), *opt.state[p].values()])
+        for other in results[1:]:
+            for a, b in zip(results[0], other, strict=True):
+                exact(a, b, f"level {level} {shape}")
+
+
+def test_a_step_on_codes_needs_little_beside_them() -> None:
+    """Temporaries of the eager twin stay the same however large the parameter is."""
+    from foamlab.simulate import Tracker
+
+    most = []
+    for rows in (1000, 4000):
+        p = nn.Parameter(torch.zeros(rows, 512))
+        opt = FOAM([{"params": [p], "level": 0, "state": "int8"}], backend="eager")
+        p.grad = torch.ones_like(p)
+        with Tracker() as tracker:
+            opt.step()
+        tracker.mark("end")
+        most.append(max(sum(s.top.values()) for s in tracker.segments))
+    assert most[1] <= 1.05 * most[0] <= 1.05 * 60 * eager.SLAB["cpu"], most

@@ -44,23 +44,24 @@ def noise_key(seed: int, step: Key, tensor: int, stream: int) -> Any:
     return mix(mix(mix(seed) ^ (step & _MASK)) ^ (4 * tensor + stream) & _MASK)
 
 
-def noise(key: Key, shape: torch.Size, device: torch.device, bits: int = 16) -> Tensor:
-    """The low `bits` of each element's random bits, int32 in [0, 2**bits), shaped like the tensor to be rounded."""
+def noise(key: Key, shape: torch.Size, device: torch.device, bits: int = 16, first: int = 0) -> Tensor:
+    """The low `bits` of each element's random bits, int32 in [0, 2**bits), shaped like the tensor to be rounded, or
+    like the part of it that begins with element `first`."""
     n = shape.numel()
-    x = torch.arange(n, dtype=torch.int64, device=device).bitwise_and_(_MASK).bitwise_xor_(key)
+    x = torch.arange(first, first + n, dtype=torch.int64, device=device).bitwise_and_(_MASK).bitwise_xor_(key)
     x.bitwise_xor_(x >> 16).mul_(0x7FEB352D).bitwise_and_(_MASK)
     x.bitwise_xor_(x >> 15).mul_(0x846CA68B).bitwise_and_(_MASK)
     x.bitwise_xor_(x >> 16).bitwise_and_((1 << bits) - 1)
     return x.to(torch.int32).view(shape)
 
 
-def round_stochastic(x: Tensor, key: Key) -> Tensor:
+def round_stochastic(x: Tensor, key: Key, first: int = 0) -> Tensor:
     """Round float32 to bfloat16, up with probability proportional to the distance: E[result] = x.
 
     Values that bfloat16 holds exactly, infinities and NaN come through unchanged.
     """
     bits = x.contiguous().view(torch.int32)
-    rounded = (bits + noise(key, x.shape, x.device)).bitwise_and_(-65536).view(torch.float32)
+    rounded = (bits + noise(key, x.shape, x.device, first=first)).bitwise_and_(-65536).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
@@ -82,7 +83,7 @@ GROUP = 32  # codes that share an exponent byte
 _SHIFT = 19  # float32 has 23 mantissa bits, a code four
 
 
-def encode(x: Tensor, signed: bool, key: Key | None) -> tuple[Tensor, Tensor]:
+def encode(x: Tensor, signed: bool, key: Key | None, first: int = 0) -> tuple[Tensor, Tensor]:
     """Codes and exponents of x along its last dimension: [*lead, W] float32 -> uint8 [*lead, W], [*lead, ceil(W / 32)].
 
     `key` seeds stochastic rounding (see `noise_key`); None rounds to nearest. Within range the relative error is at
@@ -94,7 +95,7 @@ def encode(x: Tensor, signed: bool, key: Key | None) -> tuple[Tensor, Tensor]:
         index = (magnitude + (1 << (_SHIFT - 1))) >> _SHIFT
         uniform = torch.full_like(index, 1 << (_SHIFT - 1))
     else:
-        uniform = noise(key, x.shape, x.device, _SHIFT)
+        uniform = noise(key, x.shape, x.device, _SHIFT, first)
         index = (magnitude + uniform) >> _SHIFT
     index = index.clamp_(max=4079).masked_fill_(x.isinf(), 4080).masked_fill_(x.isnan(), 4095)
     exponent = (_grouped(index) >> 4).amax(-1)

@@ -57,12 +57,13 @@ def open_moment(state: dict[str, Tensor], name: str, dtype: torch.dtype) -> Tens
     return kept.to(dtype)
 
 
-def close(state: dict[str, Tensor], name: str, x: Tensor, key: Key | None) -> None:
-    """Write the computed x back to where it is kept; `key` seeds stochastic rounding, None rounds to nearest."""
+def close(state: dict[str, Tensor], name: str, x: Tensor, key: Key | None, first: int = 0) -> None:
+    """Write the computed x back to where it is kept; `key` seeds stochastic rounding, None rounds to nearest. Of a
+    part of a tensor, `first` is the place of its first element in the whole."""
     kept = state[name]
     if kept.dtype == torch.uint8:
-        codes, exponents = encode(x.float(), name == "m", key)
+        codes, exponents = encode(x.float(), name == "m", key, first)
         kept.copy_(codes)
         state[f"{name}_exponent"].copy_(exponents)
     elif x is not kept:
-        kept.copy_(round_stochastic(x, key) if key is not None and kept.dtype == torch.bfloat16 else x)
+        kept.copy_(round_stochastic(x, key, first) if key is not None and kept.dtype == torch.bfloat16 else x)

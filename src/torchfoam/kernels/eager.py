@@ -5,7 +5,7 @@ Runs wherever torch runs. Arithmetic is float32, or float64 for float64 paramete
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +17,10 @@ from ..state import close, open_moment
 
 if TYPE_CHECKING:
     from . import Slot
+
+# Entries of a parameter that are opened at once: codes and their noise take some 45 bytes an entry meanwhile. On a GPU
+# slabs must be large, or launching them takes longer than the work.
+SLAB = {"cpu": 1 << 18, "gpu": 1 << 22}
 
 
 def unavailable() -> str | None:
@@ -30,18 +34,42 @@ def refuses(p: Tensor, group: dict[str, object]) -> str | None:
 def update(slots: Sequence[Slot], h: Hyper, rule: str) -> None:
     """One step of `rule` for every slot, in place."""
     for slot in slots:
-        dtype = torch.float64 if slot.p.dtype == torch.float64 else torch.float32
-        p = slot.p.to(dtype)
-        moments = [open_moment(slot.state, name, dtype) for name in MOMENTS[rule]]
-        step = slot.state["step"]
-        t: float | Tensor = step  # left on its device: the host must not wait for it, nor can a CUDA graph
-        if step.device.type == "cpu":
-            t = step.item()
-        elif step.is_cuda:
-            t = step.double()  # 1 - 0.999 in float32 is off by 1e-5
-        count = t.to(torch.int64) if isinstance(t, Tensor) else int(t)
-        RULES[rule](p, slot.g.to(dtype), *moments, t, h)
-        keyed = {"p": slot.p, **slot.state}
-        for stream, (name, x) in enumerate(zip(("p", *MOMENTS[rule]), (p, *moments))):
-            narrow = h.stochastic and keyed[name].dtype in (torch.bfloat16, torch.uint8)
-            close(keyed, name, x, noise_key(h.seed, count, slot.number, stream) if narrow else None)
+        for part, row in parts(slot, rule):
+            _step(part, row, h, rule)
+
+
+def parts(slot: Slot, rule: str) -> Iterator[tuple[Slot, int]]:
+    """The slot in slabs of rows, each with its first row: what is opened at once stays small, and no bit changes.
+
+    Muon needs the whole matrix; tensors with gaps and sharded ones are not cut.
+    """
+    p = slot.p
+    most = SLAB["cpu" if p.device.type == "cpu" else "gpu"]
+    kept = {name: x for name, x in slot.state.items() if name != "step"}
+    plain = type(p) in (Tensor, torch.nn.Parameter) and all(x.is_contiguous() for x in (p, slot.g, *kept.values()))
+    if p.ndim < 2 or p.numel() <= most or rule == "muon" or not plain:
+        yield slot, 0
+        return
+    rows = max(most // p.shape[-1], 1)
+    flat = [x.flatten(0, -2).split(rows) for x in (p, slot.g, *kept.values())]
+    for k, (q, g, *moments) in enumerate(zip(*flat, strict=True)):
+        yield slot._replace(p=q, g=g, state={"step": slot.state["step"], **dict(zip(kept, moments))}), k * rows
+
+
+def _step(slot: Slot, row: int, h: Hyper, rule: str) -> None:
+    dtype = torch.float64 if slot.p.dtype == torch.float64 else torch.float32
+    p = slot.p.to(dtype)
+    moments = [open_moment(slot.state, name, dtype) for name in MOMENTS[rule]]
+    step = slot.state["step"]
+    t: float | Tensor = step  # left on its device: the host must not wait for it, nor can a CUDA graph
+    if step.device.type == "cpu":
+        t = step.item()
+    elif step.is_cuda:
+        t = step.double()  # 1 - 0.999 in float32 is off by 1e-5
+    count = t.to(torch.int64) if isinstance(t, Tensor) else int(t)
+    RULES[rule](p, slot.g.to(dtype), *moments, t, h)
+    keyed = {"p": slot.p, **slot.state}
+    for stream, (name, x) in enumerate(zip(("p", *MOMENTS[rule]), (p, *moments))):
+        narrow = h.stochastic and keyed[name].dtype in (torch.bfloat16, torch.uint8)
+        key = noise_key(h.seed, count, slot.number, stream) if narrow else None
+        close(keyed, name, x, key, first=row * keyed[name].shape[-1] if row else 0)
