@@ -59,7 +59,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Curves:
-    """Lines over steps, tokens or seconds. `window`: the y range shown at first; None leaves it to the data."""
+    """Lines over steps, tokens or seconds. `window`: the y range shown at first; None leaves it to the data.
+
+    `log`, `log_x`: a logarithmic y axis, x axis.
+    """
 
     name: str
     title: str
@@ -67,6 +70,7 @@ class Curves:
     lines: list[Line]
     log: bool = False
     window: tuple[float, float] | None = None
+    log_x: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,8 @@ def plotly(chart: Chart) -> dict[str, Any]:
         return _plotly_heat(chart, layout)
     layout["xaxis"] = {"title": {"text": AXES["steps"]}, "rangemode": "tozero"}
     layout["yaxis"] = {"title": {"text": chart.y_title}, "type": "log" if chart.log else "linear", "automargin": True}
+    if chart.log_x:
+        layout["xaxis"] |= {"type": "log", "rangemode": "normal", "dtick": math.log10(2)}
     if chart.log:
         layout["yaxis"] |= {"exponentformat": "power", "minor": {"ticks": "outside"}, "nticks": 6}
     if chart.window and not chart.log:
@@ -300,6 +306,8 @@ def _draw_curves(axes: Any, chart: Curves, axis: str) -> None:
         named.add(line.run)
     axes.set_xlabel(AXES[axis])
     axes.set_ylabel(chart.y_title)
+    if chart.log_x:
+        axes.set_xscale("log", base=2)
     if chart.log:
         axes.set_yscale("log")
     elif chart.window:
