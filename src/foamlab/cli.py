@@ -231,6 +231,50 @@ def bench(
             print(_table(lab.StepRow.HEADER, [r.cells() for r in steps]))
 
 
+def study(
+    what: str = "convergence",
+    /,
+    *,
+    levels: str = "0,2,4,row",
+    longest: int = 13,
+    seeds: int = 8,
+    rate: float = 0.1,
+    seed: int = 0,
+    out: Path = Path("study"),
+) -> None:
+    """Measure the theory: the mean squared gradient norm against the length T of a run (docs/theory.md).
+
+    Args:
+        what: convergence.
+        levels: fold levels, separated by commas.
+        longest: T runs over 64, 128, ..., 2^longest.
+        seeds: problems with a noise of their own; the intervals are over these.
+        rate: the learning rate of a run is rate / sqrt(T).
+        seed: of all that is random.
+        out: folder for study.html, study.json, study.csv and the pictures.
+    """
+    import time
+
+    from . import study as lab
+    from .display import display
+    from .machine import threads
+
+    known_name(what, ("convergence",), "study")
+    began = time.monotonic()
+    with display(sys.stderr) as show, threads(1):
+
+        def progress(share: float) -> None:
+            if time.monotonic() - began > 2:
+                show({"kind": "prepare", "stage": "study", "share": share})
+
+        lengths = [2**k for k in range(6, longest + 1)]
+        found = lab.convergence(lab.levels_of(levels), lengths, seeds, rate, seed, progress)
+    head, *rows = lab.table(found)
+    print(_table(head, rows))
+    for path in lab.write(found, out):
+        print(f"wrote {path}", file=sys.stderr)
+
+
 COMMANDS: dict[str, Command] = {
     "train": Command(
         "train a model, or resume a run",
@@ -274,6 +318,11 @@ COMMANDS: dict[str, Command] = {
         "foamlab bench step --model llama-130m --optimizers foam-3,adamw-foreach\n"
         "foamlab bench train",
         bench,
+    ),
+    "study": Command(
+        "measure what the theory says",
+        "foamlab study convergence\nfoamlab study convergence --levels 3,row --longest 11 --seeds 4 --out runs/study",
+        study,
     ),
     "report": Command("write an HTML page about runs", "foamlab report runs/* --out report.html", report),
 }
