@@ -11,6 +11,7 @@ import pytest
 import small
 import torch
 import transformers
+from test_train import child
 from torch import Tensor, nn
 
 from foamlab import checkpoint, loop, simulate
@@ -135,6 +136,17 @@ def test_training_in_chunks_ends_where_training_ends(home: Path, tmp_path: Path)
         train(small.config(home, tmp_path / name, chunked_loss=chunk))
     a, b = small.metrics(tmp_path / "whole"), small.metrics(tmp_path / "parts")
     assert [x["loss"] for x in a] == pytest.approx([x["loss"] for x in b], rel=1e-5)
+
+
+@pytest.mark.heavy
+def test_two_processes_in_chunks_give_the_result_of_one(home: Path, tmp_path: Path) -> None:
+    kind = {"steps": 3, "batch": 8, "chunked_loss": 10, "checkpoint_every": 0}
+    run = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
+    process = child(home, tmp_path / "two", f"train(small.config(home, out, 'sgd', **{kind!r}))", *run)
+    assert process.wait(90) == 0, process.stderr and process.stderr.read()
+    train(small.config(home, tmp_path / "one", "sgd", **kind))
+    for name, x in weights(tmp_path / "one").items():
+        torch.testing.assert_close(weights(tmp_path / "two")[name], x, rtol=0, atol=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------- checkpointing
