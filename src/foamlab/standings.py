@@ -42,7 +42,7 @@ def _row(arm: Arm, found: Found, runs: list[Summary], first: Outcome) -> dict[st
     row: dict[str, Any] = {
         "arm": arm.label,
         "n": len(runs),
-        "status": "done" if runs else first.status,
+        "status": "done" if runs else "tuning" if found.todo else first.status,
         "why": first.why,
     }
     row |= {"point": found.point, "edge": found.edge, "seeds": [run.seed for run in runs]}

@@ -25,7 +25,7 @@ import yaml
 from . import data, machine, models, optimizers, train
 from .ablations import STUDIES
 from .config import OptimizerConfig, RunConfig, UserError, known_name
-from .contest import FORMAT, Arm, Outcomes, Rule, Trial, read, wanted, write
+from .contest import FORMAT, Arm, Outcomes, Rule, Trial, outcome, read, wanted, write
 from .loop import plain
 from .record import cores, lock, now
 from .standings import standings
@@ -211,9 +211,17 @@ def resume(folder: Path, jobs: int = 0, on_event: OnEvent = lambda event: None) 
     contest = Contest.from_dict(kept)
     held = lock(folder)
     try:
-        data.prepare(contest.config.data, contest.seeds[0], lambda event: on_event({**event, "kind": "prepare"}))
+        tell = {"kind": "prepare"}
+        corpus = data.prepare(contest.config.data, contest.seeds[0], lambda event: on_event({**event, **tell}))
+        text = corpus.describe()["hash"]
+        if kept.get("data", text) != text:
+            raise UserError(f"{contest.config.data.name} has other text than when {folder} was begun: start anew")
+        kept = {**kept, "status": "running", "data": text}
+        write(folder, kept)
+        for path in folder.glob("*/*/run.json"):  # a kill may have come before this was done
+            if outcome(path.parent).over:
+                tidy(path.parent)
         hall = Hall(contest, folder, jobs, on_event)
-        kept = {**kept, "status": "running"}
         try:
             finished = hall.run()
         finally:
@@ -299,7 +307,7 @@ class Hall:
             )  # fmt: skip
         assert process.stdin
         with suppress(BrokenPipeError), process.stdin as pipe:
-            pipe.write(json.dumps(orders).encode())
+            pipe.write(json.dumps({**orders, "parent": os.getpid()}).encode())
         return process
 
     def config(self, trial: Trial) -> RunConfig:
@@ -321,19 +329,19 @@ class Hall:
         process, trial, slot = self.running.pop(name)
         self.free.append(slot)
         self.outcomes.forget(name)
-        outcome = self.outcomes[name]
+        fate = self.outcomes[name]
         log = self.folder / f"{name}.err"
         said = log.read_text(encoding="utf-8", errors="replace").strip()
-        if not outcome.over and process.returncode not in (0, 130, -signal.SIGTERM):
+        if not fate.over and process.returncode not in (0, 130, -signal.SIGTERM):
             raise UserError(
                 f"{name} failed: {said.splitlines()[-1] if said else f'exit code {process.returncode}'}; "
                 f"all it said is in {log}; mend it and go on with --resume {self.folder}"
             )
         log.unlink()
-        if outcome.over:  # what is left to read of it is its record
-            shutil.rmtree(self.folder / name / "checkpoints", ignore_errors=True)
-            self.emit({"kind": "ended", "trial": name, "arm": trial.arm.label, **asdict(outcome)})
-        return outcome.over
+        if fate.over:
+            tidy(self.folder / name)
+            self.emit({"kind": "ended", "trial": name, "arm": trial.arm.label, **asdict(fate)})
+        return fate.over
 
     def stop(self, kill: bool = False) -> None:
         """Let all trials save and end; after `kill` they get ten seconds."""
@@ -359,6 +367,12 @@ class Hall:
             running = [{"trial": name, **newest(self.folder / name)} for name in self.running]
             state = {"running": running, "waiting": waiting, "over": sum(o.over for o in self.outcomes.values())}
             self.emit({"kind": "state", **state, "settled": settled, "steps": self.contest.config.train.steps})
+
+
+def tidy(run: Path) -> None:
+    """Of a trial that is over, what is left to read is its record."""
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
+    run.with_name(f"{run.name}.err").unlink(missing_ok=True)
 
 
 def newest(folder: Path, tail: int = 8192) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """One run of a contest, in a process of its own: `python -m foamlab.trial`, its orders as JSON on the standard input.
 
 An ordinary run, so that its peak memory and its threads are its own; it stops itself when the contest's rule says so.
-Orders: {"config": settings as in config.yaml, "resume": bool, "rule": {"step", "factor"} or null}.
+Orders: {"config": settings as in config.yaml, "resume": bool, "rule": {"step", "factor"} or null,
+"parent": the process that it ends with}.
 """
 
 from __future__ import annotations
@@ -36,10 +37,8 @@ def run(orders: dict[str, Any]) -> str:
     folder = Path(config.out)
     rule = Rule(**orders["rule"]) if orders["rule"] else None
 
-    parent = os.getppid()
-
     def watch(event: dict[str, Any]) -> None:
-        if os.getppid() != parent:  # the contest was killed: save, so that it can go on
+        if orders.get("parent") not in (None, os.getppid()):  # the contest was killed: save, so that it can go on
             signal.raise_signal(signal.SIGTERM)
         if rule and event["kind"] == "eval" and event["step"] == rule.step and (why := hopeless(folder, rule)):
             fate = {"step": rule.step, "loss": loss_at(folder, rule.step), "why": why}

@@ -273,6 +273,11 @@ def test_a_contest_from_beginning_to_end(config, tmp_path, here):
         at = {f"{arm}/{p.name}": contest.loss_at(p, 2) for p in (folder / arm).glob("*seed0")}
         assert min(at, key=at.get) not in [r["folder"] for r in stopped]
     assert all(r["why"] and summarize([folder / r["folder"]])[0].steps == 3 for r in stopped)
+    # another text is another contest
+    (folder / "contest.json").write_text(json.dumps({**kept, "data": "another"}))
+    with pytest.raises(UserError, match=r"has other text than when .* was begun"):
+        sweep.resume(folder)
+    (folder / "contest.json").write_text(json.dumps(kept))
     # nothing is left behind, and nothing is run again
     assert not list(folder.glob("*/*/checkpoints")) and not list(folder.glob("*/*.err"))
     assert {e["kind"] for e in events} == {"prepare", "launch", "ended", "state"}
@@ -425,14 +430,13 @@ def test_a_killed_contest_goes_on(config, home, tmp_path):
         finished = [p for p in tmp_path.glob("c/*/*") if contest.outcome(p).status == "done"]
     first.kill()
     first.wait()
-    before = {p: small.tree(p) for p in finished}
-    time.sleep(5)  # the runs notice, save and end
+    before = {p: small.metrics(p) for p in finished}
     second = subprocess.run([*words, "--resume", "c"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert second.returncode == 0, second.stderr
     assert contest.read(tmp_path / "c")["status"] == "done"
-    for p, files in before.items():
-        after = small.tree(p)
-        assert {k: x for k, x in files.items() if "checkpoints" not in k} == after
+    for p, lines in before.items():
+        assert small.metrics(p) == lines and "resumed" not in json.loads((p / "run.json").read_text())
+    assert not list(tmp_path.glob("c/*/*/checkpoints")) and not list(tmp_path.glob("c/*/*.err"))
 
 
 # ---------------------------------------------------------------------------------------------- words
@@ -479,7 +483,7 @@ def test_verdicts_say_n_and_are_corrected_for_their_number():
 
 def test_standings_of_a_contest_that_has_not_begun(config, tmp_path):
     told = standings(tmp_path, small_contest(config).as_dict())
-    assert [row["status"] for row in told["results"]] == ["none", "none"] and not told["verdicts"] and not told["runs"]
+    assert [row["status"] for row in told["results"]] == ["tuning"] * 2 and not told["verdicts"] and not told["runs"]
 
 
 @pytest.mark.parametrize(
