@@ -136,7 +136,10 @@ def optimizers(name: str = "", /) -> None:
         return
     entry = OPTIMIZERS[known_name(name, OPTIMIZERS, "optimizer")]
     print(f"{name}: {entry.help}")
-    print(f"  lr {entry.lr:g}, scale {entry.scale:g}, betas {entry.betas}; source: {entry.source}\n")
+    print(f"  lr {entry.lr:g}, scale {entry.scale:g}, betas {entry.betas}; source: {entry.source}")
+    tried = "; ".join(f"{key} {', '.join(f'{x:.4g}' for x in values)}" for key, values in entry.tune.items())
+    print(f"  `foamlab compare` tries {tried}")
+    print(f"  limits: {entry.limits}\n" if entry.limits else "")
     settable = [
         (f"--optimizer.options.{key}", "" if v is inspect.Parameter.empty else repr(v))
         for key, v in options(name).items()
