@@ -16,7 +16,10 @@
    those of HUGE or more are cut into segments that threads share.
 
    Every lane's arithmetic depends on its own block only, and every sum has one order, so the result does not depend on
-   the number of threads. Letters: see fold.py. */
+   the number of threads. Letters: see fold.py.
+
+   One file, longer than the 400 lines of the house: the compiler inlines the rule into every block length, and the cache
+   key of the built library is this file alone. */
 
 #include <math.h>
 #include <pthread.h>
