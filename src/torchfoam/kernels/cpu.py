@@ -1,8 +1,8 @@
 """The CPU backend: `cpu.c`, compiled for this machine on first use and called through data pointers.
 
-The library is built by the system's compiler (CC, cc, gcc or clang; CFLAGS is added) into the user's cache, under a name
-made of the source, the compiler's version, the flags and the CPU, so nothing stale is ever loaded. It shares torch's own
-pool of threads. This room does no arithmetic and allocates nothing but one small table a step.
+The library is built by the system's compiler (CC, cc, gcc or clang; CFLAGS is added) into the user's cache,
+under a name made of the source, the compiler's version, the flags and the CPU, so nothing stale is ever loaded.
+It shares torch's own pool of threads. This room does no arithmetic and allocates but one small table a step.
 """
 
 from __future__ import annotations
