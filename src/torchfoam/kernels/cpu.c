@@ -213,7 +213,7 @@ INLINE vf weight(vf p, vf g, vf fr, vf m2, vf v, const Rule *k) {
 }
 
 /* What blocks() fetches meanwhile: where it will go on later. Without this memory idles while a tile is computed, for the
-   processor does not look that far ahead (measured: a quarter of the time). */
+   processor does not look that far ahead (measured: up to a quarter of the time). */
 typedef struct { const char *p, *g, *m, *v; long p_size, g_size, m_size; } Ahead;
 
 INLINE void fetch(const char *x, long bytes) { __builtin_prefetch((const char *)((uintptr_t)x + bytes), 0, 3); }
