@@ -247,8 +247,18 @@ def convergence(
         )
         fits.append(Fit(arm.part, arm.name, whole, last, expected))
         rows += mine
-    settings = {"levels": list(levels), "lengths": list(lengths), "seeds": seeds, "rate": rate, "seed": seed,
-                "betas": [BETA1, BETA2], "noise": NOISE, "shape": [ROWS, COLUMNS], "samples": SAMPLES}  # fmt: skip
+    settings = {
+        "levels": list(levels),
+        "lengths": list(lengths),
+        "seeds": seeds,
+        "rate": rate,
+        "seed": seed,
+        "betas": [BETA1, BETA2],
+        "noise": NOISE,
+        "shape": [ROWS, COLUMNS],
+        "samples": SAMPLES,
+        "threads": torch.get_num_threads(),
+    }
     return Study(settings, rows, fits, deltas)
 
 
@@ -308,7 +318,7 @@ def write(study: Study, out: Path) -> list[Path]:
     Raises:
         UserError: the folder cannot be written.
     """
-    facts = circumstances({}, 0, {"threads": torch.get_num_threads()})
+    facts = circumstances({}, 0, {})
     facts.pop("who")
     rows = [asdict(row) for row in study.rows]
     whole = {"settings": study.settings, **facts, "deltas": study.deltas}
