@@ -14,6 +14,13 @@ install: .venv/.installed  ## create .venv with everything pinned
 	$(BIN)/pip install -q -c constraints.txt -e '.[lab,tensorboard,rivals,dev]'
 	@touch $@
 
+demo: install    ## train a small LLaMA with FOAM, then with AdamW on the same batches; compare; write report.html
+	@runs=runs/demo-$$(date +%Y%m%d-%H%M%S) && \
+	echo "1/2  FOAM" && $(BIN)/foamlab train demo --out $$runs/foam && \
+	echo "2/2  AdamW, at the best split of rates we know for it" && \
+	$(BIN)/foamlab train demo --optimizer.name adamw-split --out $$runs/adamw && \
+	$(BIN)/foamlab report $$runs/foam $$runs/adamw --out report.html
+
 test: install    ## lint, types and the fast tests
 	$(BIN)/ruff check src tests
 	$(BIN)/ruff format --check src tests
