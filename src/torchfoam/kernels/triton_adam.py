@@ -37,7 +37,7 @@ def _key(seed, t, number, stream: tl.constexpr):
 @triton.jit
 def _close(x, key, element, dtype: tl.constexpr, STOCHASTIC: tl.constexpr):
     # float32 -> storage. bfloat16: add below the mantissa, then cut; noise as quant.round_stochastic, or half an ulp
-    # and ties to even (by hand, because Triton's interpreter would only cut). Infinities survive the sum, NaN would not.
+    # and ties to even (by hand, as Triton's interpreter would only cut). Infinities survive the sum, NaN would not.
     if dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         if STOCHASTIC:
