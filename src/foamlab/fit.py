@@ -38,7 +38,7 @@ class Fit:
         why: why nothing fits, or "".
         rows, sequence: most rows a pass (at the sequence length set), and the longest sequence (one row a pass), that
             `mildest` has room for; 0 where nothing fits or there is no card.
-        rivals: for every optimizer at its defaults: name, state, total, fits, peak.
+        rivals: for every optimizer at its defaults: name, state, total (without the step's own), fits, peak.
         sharded: number of GPUs -> bytes on each, if the run is sharded over them by FSDP2 (modelled).
     """
 
@@ -237,12 +237,15 @@ def sharded(planner: Planner, config: RunConfig, gpus: int) -> int:
 
 
 def rivals(planner: Planner, asked: Plan) -> list[dict[str, Any]]:
-    """The run under every optimizer at its defaults; one that cannot be had here is left out."""
+    """The run under every optimizer at its defaults, without what the step itself needs for a while.
+
+    One that cannot be had here, or not with the run's other settings, is left out.
+    """
     rows = []
     for name in optimizers.OPTIMIZERS:
         try:
             options = {"from_scratch": True} if name == "lora" else {}
-            plan = planner.plan(replace(asked.config, optimizer=OptimizerConfig(name, options=options)))
+            plan = planner.plan(replace(asked.config, optimizer=OptimizerConfig(name, options=options)), step=False)
         except UserError:
             continue
         size = {"state": plan.exact["state"], "total": plan.total, "peak": plan.peak}

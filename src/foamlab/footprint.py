@@ -19,6 +19,8 @@ from .config import OptimizerConfig, UserError
 
 # the backend of FOAM that performs a step on each kind of device without tensors of its own
 FUSED = {"cpu": "cpu", "cuda": "triton"}
+# entries of a parameter that FOAM's plain torch opens at once; tests hold real steps against it
+SLAB = {"cpu": 1 << 18, "cuda": 1 << 22}
 
 
 class Footprint:
@@ -87,13 +89,34 @@ class Footprint:
     @cached_property
     def scratch(self) -> int:
         """Bytes that a step needs besides weights, gradients and state."""
+        if isinstance(self.optimizer, FOAM):  # which steps one parameter after another
+            return max(self.each.values(), default=0)
         return self.step([p for p in self.stand_ins if id(p) not in self.fused])
 
     @cached_property
     def each(self) -> dict[int, int]:
-        """Id of a parameter -> bytes that its step alone needs besides its weights, gradient and state."""
-        sizes = [0 if id(same[0]) in self.fused else self.step([same[0]]) for same in self.alike]
+        """Of FOAM: id of a parameter -> bytes that its step alone needs besides its weights, gradient and state."""
+        groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        sizes = [
+            0 if id(same[0]) in self.fused else eager_bytes(same[0], groups[id(same[0])], self.device)
+            for same in self.alike
+        ]
         return {id(p): size for same, size in zip(self.alike, sizes) for p in same}
+
+
+def eager_bytes(p: torch.Tensor, group: Mapping[str, Any], device: str) -> int:
+    """Bytes that FOAM's step of p in plain torch needs for a while, on a slab of its rows where it is cut."""
+    rows = SLAB[device] // p.shape[-1] if p.ndim > 1 else 0
+    cut = group["rule"] != "muon" and p.ndim > 1 and p.numel() > SLAB[device]
+    slab = torch.empty((max(rows, 1), p.shape[-1]) if cut else p.shape, dtype=p.dtype, device="meta")
+    slab.grad = torch.empty_like(slab)
+    options = {key: x for key, x in group.items() if key not in ("params", "param_names")}
+    optimizer = FOAM([{**options, "params": [slab]}])
+    tracker = simulate.Tracker(hypothetical=True)
+    with tracker:
+        optimizer.step()
+    tracker.mark("end")
+    return sum(tracker.segments[-1].top.values())
 
 
 def fused_groups(optimizer: Optimizer, options: Mapping[str, Any], device: str) -> list[int]:

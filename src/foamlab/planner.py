@@ -144,17 +144,17 @@ class Planner:
             raise UserError(f"gpus must be at least 1, got {self.gpus}")
         self.capacity = memory(self.card) if isinstance(self.card, str) and self.card else self.card or None
 
-    def plan(self, config: RunConfig) -> Plan:
-        """What `config` needs."""
+    def plan(self, config: RunConfig, step: bool = True) -> Plan:
+        """What `config` needs. Without `step`, what the optimizer's step needs for a while is left out: faster."""
         config = self.settle(config)
         model = self.model(config)
         size, optimizer, passes = self.sizes(config), self.optimizer(config), self.passes(config)
         exact = {"weights": size["weights"], "gradients": size["gradients"], "state": optimizer.state}
         fixed = {"weights": size["weights"], "buffers": size["buffers"], "state": optimizer.state}
-        step = {"gradients": size["gradients"], "activations": 0, "logits": 0, "temporaries": optimizer.scratch}
         where, moving = passes.where, passes.bytes
-        if not config.train.release and sum(step.values()) > sum(moving.values()):
-            where, moving = "optimizer step", step
+        if not config.train.release and size["gradients"] + (step and optimizer.scratch) > sum(moving.values()):
+            where, moving = "optimizer step", {"gradients": size["gradients"], "activations": 0, "logits": 0}
+            moving["temporaries"] = optimizer.scratch if step else 0
         peak = {**fixed, **moving}
         if self.gpus > 1:
             peak["buckets"] = size["gradients"]  # DistributedDataParallel keeps a second copy to exchange
