@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from . import plots
+from . import figures, pictures, plots
 from .cards import gb
 from .config import UserError
 from .record import write_atomically
@@ -146,7 +146,7 @@ def page(fit: Fit) -> str:
     from plotly.offline import get_plotlyjs
 
     charts = bars(fit)
-    figures = json.dumps({c.name: plots.plotly(c) for c in charts}, allow_nan=False).replace("<", "\\u003c")
+    drawings = json.dumps({c.name: figures.plotly(c) for c in charts}, allow_nan=False).replace("<", "\\u003c")
     capacity = f"<p>Memory there is: {gb(fit.asked.capacity)}.</p>" if fit.asked.capacity else ""
     said = "".join(f"<p>{escape(line)}</p>" for line in answers(fit))
     drawn = "".join(f'<h2>{escape(c.title)}</h2><div id="{c.name}"></div>' for c in charts)
@@ -159,7 +159,7 @@ pre{{overflow-x:auto;background:#f4f4f4;padding:1rem}}</style>
 <h1>Memory plan</h1><p>{escape(headline(fit.asked))}</p>{capacity}{said}{drawn}
 <h2>In numbers</h2><pre>{escape(text(fit))}</pre>
 <script>{library}</script><script>
-for (const [id, f] of Object.entries({figures})) Plotly.newPlot(id, f.data, f.layout, {{responsive: true}});
+for (const [id, f] of Object.entries({drawings})) Plotly.newPlot(id, f.data, f.layout, {{responsive: true}});
 </script></html>
 """
 
@@ -183,7 +183,7 @@ def save(fit: Fit, path: Path, settings: dict[str, Any]) -> None:
             write_atomically(path, yaml.safe_dump(settings, sort_keys=False))
         elif suffix in (".png", ".svg", ".pdf"):
             for chart in bars(fit):
-                plots.save(chart, path if chart.name == "plan" else path.with_stem(f"{path.stem}-{chart.name}"))
+                pictures.save(chart, path if chart.name == "plan" else path.with_stem(f"{path.stem}-{chart.name}"))
         else:
             raise UserError(f"cannot write a plan to {path}: use .html, .json, .yaml, .png, .svg or .pdf")
     except OSError as e:

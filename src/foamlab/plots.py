@@ -1,4 +1,4 @@
-"""Charts as plain data, and two ways to draw them: plotly (a dict for the page) and matplotlib (PNG, SVG, PDF).
+"""Charts as plain data: `figures` draws them with plotly for a page, `pictures` with matplotlib.
 
 This room knows nothing of runs or folders. Runs are told apart by colour (Okabe and Ito's colour-blind-safe palette),
 dash and marker together: the three cycles have lengths 7, 5 and 6, so the first 35 runs all look different.
@@ -6,12 +6,10 @@ dash and marker together: the three cycles have lengths 7, 5 and 6, so the first
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -28,8 +26,9 @@ DASHES = (
 MARKERS = (("circle", "o"), ("square", "s"), ("diamond", "D"), ("triangle-up", "^"), ("x", "x"), ("cross", "P"))
 PATTERNS = (("", ""), ("/", "//"), ("x", "xx"))
 AXES = {"steps": "optimizer steps", "tokens": "tokens seen", "seconds": "seconds of training"}
+GREY = "#8A8A8A"
 POINTS = 600
-WIDTHS = {"points": 2, "plain": 1.5, "faint": 1.2}
+WIDTHS = {"points": 2, "plain": 1.5, "faint": 1.2, "grey": 1.2, "lost": 0}
 
 
 class Style(NamedTuple):
@@ -45,23 +44,31 @@ def style(index: int) -> Style:
 
 @dataclass(frozen=True)
 class Line:
-    """One curve of run number `run`: y over each axis of AXES; NaN is a gap.
+    """One curve of run number `run`: y over each axis of AXES, or over its chart's own; NaN is a gap.
 
-    `look`: "points" has a marker at each point, "plain" has none, "faint" is thin and pale beside the other two.
+    `look`: "points" has a marker at each point, "plain" has none, "faint" is thin and pale beside these, "grey" is
+    there to be compared with, "lost" are crosses without a line. `low`, `high`: a band around it.
     """
 
     run: int
     label: str
     x: dict[str, list[float]]
     y: list[float]
-    look: Literal["points", "plain", "faint"] = "points"
+    look: Literal["points", "plain", "faint", "grey", "lost"] = "points"
+    low: list[float] | None = None
+    high: list[float] | None = None
+
+    @property
+    def color(self) -> str:
+        return GREY if self.look == "grey" else style(self.run).color
 
 
 @dataclass(frozen=True)
 class Curves:
     """Lines over steps, tokens or seconds. `window`: the y range shown at first; None leaves it to the data.
 
-    `log`, `log_x`: a logarithmic y axis, x axis.
+    `log`, `log_x`: a logarithmic y axis, x axis. `x`: the title of an x axis of its own, which is then the key of its
+    lines' x, and has its ticks where they have points.
     """
 
     name: str
@@ -71,6 +78,91 @@ class Curves:
     log: bool = False
     window: tuple[float, float] | None = None
     log_x: bool = False
+    x: str = ""
+
+    @property
+    def ticks(self) -> list[float]:
+        """Where the lines have points: at most five, of an axis of its own."""
+        values = sorted({x for line in self.lines for x in line.x[self.x] if math.isfinite(x)})
+        return values[:: -(-len(values) // 5)] if values else []
+
+
+@dataclass(frozen=True)
+class Panels:
+    """Small charts side by side, each with its own title, all with the same y axis."""
+
+    name: str
+    title: str
+    charts: list[Curves]
+
+
+class Point(NamedTuple):
+    """A mean y with its interval (NaN: none), of run number `run`, at x. `single`: the values it is the mean of."""
+
+    run: int
+    label: str
+    x: float
+    y: float
+    low: float = math.nan
+    high: float = math.nan
+    single: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Dots:
+    """A row a point, from top to bottom; its y and interval are drawn along the horizontal axis, its x is not used."""
+
+    name: str
+    title: str
+    x_title: str
+    points: list[Point]
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """y against x, both the lower the better, x logarithmic; each point is named beside the chart."""
+
+    name: str
+    title: str
+    x_title: str
+    y_title: str
+    points: list[Point]
+
+    @property
+    def front(self) -> list[Point]:
+        """The points that no other point beats in both, rising in x."""
+        found: list[Point] = []
+        for point in sorted(self.points, key=lambda p: (p.x, p.y)):
+            if not found or point.y < found[-1].y:
+                found.append(point)
+        return found
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """The x axis."""
+        return min(p.x for p in self.points) / 1.25, max(p.x for p in self.points) * 1.25
+
+    @property
+    def window(self) -> tuple[float, float]:
+        """The y axis: all points and their intervals."""
+        ends = [y for p in self.points for y in (p.y, p.low, p.high) if math.isfinite(y)]
+        pad = 0.05 * (max(ends) - min(ends)) or 0.1
+        return min(ends) - pad, max(ends) + pad
+
+    def places(self, gap: float) -> list[float]:
+        """Heights for the points' names: near their y, at least `gap` apart, as a share of the y axis."""
+        low, high = self.window
+        order = sorted(range(len(self.points)), key=lambda i: self.points[i].y)
+        spread, gap = [self.points[i].y for i in order], gap * (high - low)
+        floor = low
+        for i, y in enumerate(spread):  # up from below, then down from the top
+            spread[i] = floor = max(y, floor)
+            floor += gap
+        ceiling = high
+        for i in reversed(range(len(spread))):
+            spread[i] = ceiling = min(spread[i], ceiling)
+            ceiling -= gap
+        return [spread[order.index(i)] for i in range(len(order))]
 
 
 @dataclass(frozen=True)
@@ -102,7 +194,7 @@ class Heat:
         return [(rows[0] + rows[-1]) / 2 for rows in self.groups.values()], list(self.groups)
 
 
-Chart = Curves | Bars | Heat
+Chart = Curves | Bars | Heat | Dots | Frontier | Panels
 
 
 def smooth(y: Sequence[float], width: int) -> list[float]:
@@ -127,7 +219,28 @@ def thin(line: Line, lines: int = 1) -> Line:
         return line
     keep = np.unique(np.linspace(0, len(line.y) - 1, points).round().astype(int)).tolist()
     x = {axis: [values[i] for i in keep] for axis, values in line.x.items()}
-    return Line(line.run, line.label, x, [line.y[i] for i in keep], line.look)
+    y, low, high = ([of[i] for i in keep] if of else None for of in (line.y, line.low, line.high))
+    return Line(line.run, line.label, x, y or [], line.look, low, high)
+
+
+def average(lines: Sequence[Line]) -> Line:
+    """The mean of lines with points at the same places, as far as all go, in a band from the lowest to the highest."""
+    size = min(len(line.y) for line in lines)
+    x = {axis: [math.fsum(line.x[axis][i] for line in lines) / len(lines) for i in range(size)] for axis in lines[0].x}
+    columns = [[line.y[i] for line in lines] for i in range(size)]
+    band = ([min(ys) for ys in columns], [max(ys) for ys in columns]) if len(lines) > 1 else (None, None)
+    return Line(lines[0].run, lines[0].label, x, [math.fsum(ys) / len(ys) for ys in columns], lines[0].look, *band)
+
+
+def view(values: Sequence[float]) -> tuple[float, float]:
+    """Range of the values, without those that lie far above the rest (1.5 quartile ranges above the upper quartile)."""
+    finite = [v for v in values if math.isfinite(v)]
+    if not finite:
+        return math.nan, math.nan
+    quarter, three = np.quantile(finite, (0.25, 0.75)).tolist()
+    kept = [v for v in finite if v <= three + 1.5 * (three - quarter)]
+    pad = 0.05 * (max(kept) - min(kept)) or 0.1
+    return min(kept) - pad, max(kept) + pad
 
 
 def window(lines: Sequence[Line], skip: float = 0.1) -> tuple[float, float] | None:
@@ -152,201 +265,12 @@ def shorten(text: str, length: int = 24) -> str:
 
 def empty(chart: Chart) -> bool:
     """Whether there is nothing to draw."""
+    if isinstance(chart, Panels):
+        return all(map(empty, chart.charts))
+    if isinstance(chart, (Dots, Frontier)):
+        return not chart.points
     if isinstance(chart, Heat):
         rows = chart.z
     else:
         rows = [line.y for line in chart.lines] if isinstance(chart, Curves) else list(chart.parts.values())
     return not any(math.isfinite(y) for row in rows for y in row)
-
-
-def plotly(chart: Chart) -> dict[str, Any]:
-    """The chart as a plotly figure {"data", "layout"} of JSON values; colours of page and text are left to the page."""
-    # plotly reads some HTML tags in texts, so labels are escaped
-    layout: dict[str, Any] = {
-        "margin": {"l": 56, "r": 12, "t": 28, "b": 44},
-        "showlegend": False,
-        "hovermode": "closest",
-        "dragmode": "zoom",
-    }
-    if isinstance(chart, Bars):
-        return _plotly_bars(chart, layout)
-    if isinstance(chart, Heat):
-        return _plotly_heat(chart, layout)
-    layout["xaxis"] = {"title": {"text": AXES["steps"]}, "rangemode": "tozero"}
-    layout["yaxis"] = {"title": {"text": chart.y_title}, "type": "log" if chart.log else "linear", "automargin": True}
-    if chart.log_x:
-        layout["xaxis"] |= {"type": "log", "rangemode": "normal", "dtick": math.log10(2)}
-    if chart.log:
-        layout["yaxis"] |= {"exponentformat": "power", "minor": {"ticks": "outside"}, "nticks": 6}
-    if chart.window and not chart.log:
-        layout["yaxis"]["range"] = list(chart.window)
-    data = []
-    for line in (thin(line, len(chart.lines)) for line in chart.lines):
-        look = style(line.run)
-        trace: dict[str, Any] = {
-            "type": "scatter",
-            "name": html.escape(line.label, quote=False),
-            "x": _json(line.x["steps"]),
-            "y": _json(line.y),
-            "meta": {"run": line.run, "x": {axis: _json(values) for axis, values in line.x.items()}},
-            "mode": "lines+markers" if line.look == "points" else "lines",
-            "line": {
-                "color": look.color,
-                "width": WIDTHS[line.look],
-                "dash": DASHES[look.dash][0],
-            },
-            "opacity": 0.65 if line.look == "faint" else 1,
-            "hovertemplate": "%{fullData.name}<br>%{y:.4~g} at %{x:,.6~g}<extra></extra>",
-        }
-        if line.look == "points":
-            trace["marker"] = {"symbol": MARKERS[look.marker][0], "size": 7}
-        data.append(trace)
-    return {"data": data, "layout": layout}
-
-
-def _plotly_bars(chart: Bars, layout: dict[str, Any]) -> dict[str, Any]:
-    labels = [html.escape(label, quote=False) for label in chart.labels]
-    at = list(range(len(labels)))
-    data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": part,
-            "x": _json(values),
-            "y": at,
-            "customdata": labels,
-            "marker": {"color": COLORS[i % 7], "pattern": _pattern(i)},
-            "hovertemplate": "%{customdata}<br>%{fullData.name}: %{x:,.4~g}<extra></extra>",
-        }
-        for i, (part, values) in enumerate(chart.parts.items())
-    ]
-    layout |= {
-        "barmode": "stack",
-        "bargap": 0.35,
-        "height": 110 + 30 * len(at),
-        "showlegend": True,
-        "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "traceorder": "normal"},
-        "xaxis": {"title": {"text": chart.x_title}, "rangemode": "tozero", "nticks": 6},
-        "yaxis": {"tickvals": at, "ticktext": labels, "autorange": "reversed", "automargin": True},
-    }
-    layout["margin"] = {"l": 8, "r": 12, "t": 30, "b": 44}
-    return {"data": data, "layout": layout}
-
-
-def _plotly_heat(chart: Heat, layout: dict[str, Any]) -> dict[str, Any]:
-    at, names = chart.ticks
-    edges = [rows[0] - 0.5 for rows in chart.groups.values()][1:]
-    trace = {
-        "type": "heatmap",
-        "x": _json(chart.x),
-        "y": list(range(len(chart.rows))),
-        "z": [_json(row) for row in chart.z],
-        "customdata": [[html.escape(row, quote=False)] * len(chart.x) for row in chart.rows],
-        "colorscale": "Cividis",
-        "colorbar": {"title": {"text": chart.z_title, "side": "right"}, "thickness": 12},
-        "hovertemplate": "%{customdata}<br>%{z:.3f} at step %{x:,}<extra></extra>",
-    }
-    layout |= {
-        "height": min(max(110 + 8 * len(chart.rows), 240), 900),
-        "xaxis": {"title": {"text": AXES["steps"]}, "showgrid": False},
-        "yaxis": {"tickvals": at, "ticktext": names, "autorange": "reversed", "automargin": True, "showgrid": False},
-        "shapes": [
-            {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": {"color": "#fff", "width": 1}}
-            for y in edges
-        ],
-    }
-    return {"data": [trace], "layout": layout}
-
-
-def _pattern(index: int) -> dict[str, Any]:
-    return {"shape": PATTERNS[index % 3][0], "fillmode": "overlay", "fgcolor": "#fff", "fgopacity": 0.6, "size": 7}
-
-
-def _json(values: Sequence[float]) -> list[float | int | None]:
-    """Six significant digits; what is not finite becomes null, which JSON and plotly know as a gap."""
-    return [None if not math.isfinite(v) else int(v) if v == int(v) else float(f"{v:.6g}") for v in values]
-
-
-def save(chart: Chart, path: Path, axis: str = "steps") -> None:
-    """Draw the chart to `path`; its suffix (.png, .svg, .pdf) chooses the format."""
-    from matplotlib.figure import Figure  # takes a second to import, and the page does not need it
-
-    tall = 1.2 + 0.35 * len(chart.labels) if isinstance(chart, Bars) else 4.2
-    if isinstance(chart, Heat):
-        tall = min(1.5 + 0.08 * len(chart.rows), 9)
-    figure = Figure(figsize=(8, max(2.2, tall)), layout="constrained")
-    axes = figure.subplots()
-    axes.set_title(chart.title, loc="left")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    if isinstance(chart, Bars):
-        _draw_bars(axes, chart)
-    elif isinstance(chart, Heat):
-        _draw_heat(axes, chart)
-    else:
-        _draw_curves(axes, chart, axis)
-    figure.savefig(path, dpi=150)
-
-
-def _draw_curves(axes: Any, chart: Curves, axis: str) -> None:
-    named: set[int] = set()  # runs that have their legend entry; lines with markers come first
-    for line in map(thin, sorted(chart.lines, key=lambda line: line.look == "faint")):
-        look = style(line.run)
-        kind = {"marker": MARKERS[look.marker][1], "markersize": 4} if line.look == "points" else {}
-        axes.plot(
-            line.x[axis],
-            line.y,
-            color=look.color,
-            linestyle=DASHES[look.dash][1],
-            linewidth=0.8 * WIDTHS[line.look],
-            alpha=0.65 if line.look == "faint" else 1,
-            label=_plain(line.label) if line.run not in named else None,
-            **kind,
-        )
-        named.add(line.run)
-    axes.set_xlabel(AXES[axis])
-    axes.set_ylabel(chart.y_title)
-    if chart.log_x:
-        axes.set_xscale("log", base=2)
-    if chart.log:
-        axes.set_yscale("log")
-    elif chart.window:
-        axes.set_ylim(*chart.window)
-    if named:
-        columns = 1 + (len(named) - 1) // 16
-        axes.legend(fontsize="x-small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1), ncols=columns)
-
-
-def _draw_bars(axes: Any, chart: Bars) -> None:
-    at, left = np.arange(len(chart.labels)), np.zeros(len(chart.labels))
-
-    def hatch(i: int) -> dict[str, Any]:
-        return {"hatch": PATTERNS[i % 3][1], "edgecolor": "white", "linewidth": 0}
-
-    for i, (part, values) in enumerate(chart.parts.items()):
-        width = np.nan_to_num(np.asarray(values, float), posinf=0, neginf=0)
-        axes.barh(at, width, left=left, height=0.65, color=COLORS[i % 7], label=part, **hatch(i))
-        left += width
-    axes.set_yticks(at, [_plain(label) for label in chart.labels])
-    axes.invert_yaxis()
-    axes.set_xlabel(chart.x_title)
-    axes.legend(fontsize="x-small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-
-
-def _draw_heat(axes: Any, chart: Heat) -> None:
-    mesh = axes.pcolormesh(
-        chart.x, range(len(chart.rows)), np.asarray(chart.z, float), cmap="cividis", shading="nearest"
-    )
-    for rows in list(chart.groups.values())[1:]:
-        axes.axhline(rows[0] - 0.5, color="white", linewidth=0.8)
-    at, names = chart.ticks
-    axes.set_yticks(at, [_plain(name) for name in names])
-    axes.invert_yaxis()
-    axes.grid(False)
-    axes.set_xlabel(AXES["steps"])
-    axes.figure.colorbar(mesh, ax=axes, label=chart.z_title)
-
-
-def _plain(label: str) -> str:
-    """matplotlib reads $...$ as mathematics and hides labels that start with an underscore."""
-    return (" " if label.startswith("_") else "") + label.replace("$", r"\$")

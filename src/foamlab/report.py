@@ -1,24 +1,22 @@
 """`foamlab report`: run folders in, one self-contained HTML page out; also pictures, CSV and plain rows for a terminal.
 
-The page asks the network for nothing and says so to the browser (its Content-Security-Policy). What it states in words
-comes from `summary`, its charts from `plots`, its frame from `report.html` beside this file. No torch here.
+What the page states in words comes from `summary`, its charts from `plots`, its frame from `frame`. No torch here.
 """
 
 from __future__ import annotations
 
 import csv
-import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib.resources import files
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import plots
+from . import pictures, plots
 from .config import UserError
+from .frame import bars, bullets, figure, frame, heads, mark, row_head, table, texts
 from .heat import heat
 from .record import now, write_atomically
 from .stats import reach
@@ -40,6 +38,10 @@ from .summary import (
 FORMATS = ("png", "svg", "pdf")
 SIDE_BY_SIDE = 4  # with more runs than this the tables have one row a run instead of one column a run
 MB = 1e6
+RATIOS = (
+    "Share of each matrix's gradient norm that folding leaves to the residual; sqrt(1 - 1/B) where gradients have no "
+    "structure within a block of B. Layers from top to bottom."
+)
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,8 @@ def show(value: float, form: str) -> str:
 
 def charts(runs: Sequence[Summary]) -> list[plots.Chart]:
     """Loss, memory, learning rate, gradient norm, residual ratios. A chart may be empty: see plots.empty."""
-    losses = [*(_line(i, run, "train", "loss") for i, run in enumerate(runs))]
-    losses += [_line(i, run, "evals", "loss") for i, run in enumerate(runs)]
+    losses = [*(line(i, run, "train", "loss") for i, run in enumerate(runs))]
+    losses += [line(i, run, "evals", "loss") for i, run in enumerate(runs)]
     losses = [line for line in losses if any(map(math.isfinite, line.y))]
     parts = {"weights": "weights", "gradients": "gradients", "optimizer state": "state"}
     memory = {name: [run.bytes(key) / MB for run in runs] for name, key in parts.items()}
@@ -116,7 +118,7 @@ def charts(runs: Sequence[Summary]) -> list[plots.Chart]:
         plots.Bars("memory", "Memory held", "MB", [plots.shorten(run.label) for run in runs], memory),
     ]
     for key, title, log in (("lr", "Learning rate", False), ("grad_norm", "Gradient norm", True)):
-        lines = [_line(i, run, "train", key) for i, run in enumerate(runs)]
+        lines = [line(i, run, "train", key) for i, run in enumerate(runs)]
         lines = [line for line in lines if any(map(math.isfinite, line.y))]
         found.append(plots.Curves(key.replace("_", "-"), title, title.lower(), lines, log=log))
     for i, run in enumerate(runs):
@@ -126,7 +128,7 @@ def charts(runs: Sequence[Summary]) -> list[plots.Chart]:
     return found
 
 
-def _line(index: int, run: Summary, kind: str, key: str) -> plots.Line:
+def line(index: int, run: Summary, kind: str, key: str) -> plots.Line:
     table = run.train if kind == "train" else run.evals
     x = {"steps": table["step"], "tokens": table["tokens"], "seconds": table["seconds"]}
     y = table[key] if key == "lr" or kind == "evals" else plots.smooth(table[key], len(table[key]) // 40)
@@ -153,23 +155,30 @@ def report(
     Raises:
         UserError: no runs, a folder that is no run, an unknown format, or `out` cannot be written.
     """
+    runs = summarize(folders)
+    sheets = {"summary": summary_csv(runs), "curves": curves_csv(runs)} if tables else {}
+    return write(Path(out), page(runs, target), sheets, charts(runs), static)
+
+
+def write(
+    out: Path, text: str, sheets: Mapping[str, str], drawn: Iterable[plots.Chart], static: Sequence[str]
+) -> list[Path]:
+    """Write the page, then OUT-NAME.csv of each sheet and OUT-NAME.FORMAT of each chart that is not empty."""
     unknown = [name for name in static if name not in FORMATS]
     if unknown:
         raise UserError(f"unknown picture format {unknown[0]!r}; known: {', '.join(FORMATS)}")
-    runs, out = summarize(folders), Path(out)
     out = out if out.suffix else out.with_suffix(".html")
-    drawn = [chart for chart in charts(runs) if not plots.empty(chart)] if static else []
     written = [out]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(out, page(runs, target))
-        for name, text in (("summary", summary_csv(runs)), ("curves", curves_csv(runs))) if tables else ():
+        write_atomically(out, text)
+        for name, sheet in sheets.items():
             written.append(out.with_name(f"{out.stem}-{name}.csv"))
-            write_atomically(written[-1], text)
-        for chart in drawn:
-            for suffix in static:
+            write_atomically(written[-1], sheet)
+        for chart in drawn if static else ():
+            for suffix in () if plots.empty(chart) else static:
                 written.append(out.with_name(f"{out.stem}-{chart.name}.{suffix}"))
-                plots.save(chart, written[-1])
+                pictures.save(chart, written[-1])
     except OSError as e:
         raise UserError(f"cannot write {written[-1]}: {e.strerror}; choose another --out") from None
     return written
@@ -183,24 +192,24 @@ def summary_csv(runs: Sequence[Summary]) -> str:
     for run in runs:
         values = [run.loss, perplexity(run.loss), run.tokens, run.seconds, run.tokens_per_second, run.steps, run.lr]
         values += [len(run.skips), *(run.bytes(name) for name in sizes)]
-        rows.append([run.label, run.run.status, run.optimizer, run.seed, *map(_plain, values)])
-    return _csv(rows)
+        rows.append([run.label, run.run.status, run.optimizer, run.seed, *map(cell, values)])
+    return sheet(rows)
 
 
 def curves_csv(runs: Sequence[Summary]) -> str:
     """A row a record of every run, unsmoothed."""
     rows: list[list[Any]] = [["run", "kind", *KEYS]]
     for run in runs:
-        for kind, table in (("train", run.train), ("eval", run.evals)):
-            rows += [[run.label, kind, *map(_plain, values)] for values in zip(*(table[key] for key in KEYS))]
-    return _csv(rows)
+        for kind, columns in (("train", run.train), ("eval", run.evals)):
+            rows += [[run.label, kind, *map(cell, values)] for values in zip(*(columns[key] for key in KEYS))]
+    return sheet(rows)
 
 
-def _plain(value: float) -> float | int | str:
+def cell(value: float) -> float | int | str:
     return "" if math.isnan(value) else int(value) if math.isfinite(value) and value == int(value) else value
 
 
-def _csv(rows: list[list[Any]]) -> str:
+def sheet(rows: list[list[Any]]) -> str:
     text = StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
@@ -208,55 +217,42 @@ def _csv(rows: list[list[Any]]) -> str:
 
 def page(runs: Sequence[Summary], target: float | None = None) -> str:
     """The HTML page."""
-    from plotly.offline import get_plotlyjs  # half a second, which the terminal's table need not wait for
-
     drawn = [chart for chart in charts(runs) if not plots.empty(chart)]
-    figures = {chart.name: plots.plotly(chart) for chart in drawn}
     known = [a for a in plots.AXES if any(math.isfinite(v) for r in runs for v in _axis(r, a))]
     first, *others = headline(runs)
-    slots = {
-        "title": escape(", ".join(plots.shorten(run.label) for run in runs[:4]) + (", …" if len(runs) > 4 else "")),
-        "made": f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}, report of {now()[:16].replace('T', ' ')} UTC",
-        "headline": escape(first),
-        "others": "".join(f"<p>{escape(text)}</p>" for text in others),
-        "summary": summary_table(runs),
-        "reach": reach_table(runs, target),
-        "chips": "".join(map(chip, range(len(runs)), runs)),
-        "axes": "".join(axis_button(axis, axis in known) for axis in plots.AXES),
-        "curves": "".join(figure(c, runs) for c in drawn if isinstance(c, plots.Curves)) or "<p>No curve yet.</p>",
-        "heats": "".join(figure(c, runs) for c in drawn if isinstance(c, plots.Heat)),
-        "bars": "".join(figure(c, runs) for c in drawn if isinstance(c, plots.Bars)) or "<p>No memory recorded.</p>",
-        "cautions": _list(cautions(runs)) or "<p>No reservation found in the records.</p>",
-        "fair": " ".join(map(escape, fair_points(runs))),
-        "numbers": "In numbers" if len(runs) == 1 else "Side by side",
-        "differing": differences(runs),
-        "settings": matrix(_keys(run.settings for run in runs), runs, lambda run, key: run.settings.get(key))
+
+    def figures_of(kind: type) -> str:
+        return "".join(figure(c, _note(c, runs), c.name == "loss") for c in drawn if isinstance(c, kind))
+
+    record = [flatten(run.run.info) for run in runs]
+    main = [
+        f"<h2>{'In numbers' if len(runs) == 1 else 'Side by side'}</h2>",
+        summary_table(runs),
+        "<h2>What cannot be concluded</h2>",
+        bullets(cautions(runs)) or "<p>No reservation found in the records.</p>",
+        f"<p>{' '.join(map(escape, fair_points(runs)))}</p>",
+        "<h2>Curves</h2>",
+        bars([run.label for run in runs], known),
+        f'<div class="pair">{figures_of(plots.Curves) or "<p>No curve yet.</p>"}</div>',
+        figures_of(plots.Heat),
+        reach_table(runs, target),
+        "<h2>Memory</h2>",
+        figures_of(plots.Bars) or "<p>No memory recorded.</p>",
+        differences(runs),
+        "<details><summary>All settings</summary>",
+        matrix(_keys(run.settings for run in runs), runs, [run.settings for run in runs])
         or "<p>No run has a config.yaml.</p>",
-        "record": matrix(
-            [key for key in _keys(flatten(run.run.info) for run in runs) if key != "who"],
-            runs,
-            lambda run, key: flatten(run.run.info).get(key),
-        ),
-        "figures": script_json({"figures": figures, "axes": plots.AXES}),
-        "plotly": get_plotlyjs().replace("</script", "<\\/script"),
-    }
-    text = files("foamlab").joinpath("report.html").read_text(encoding="utf-8")
-    pieces = text.split("{{")
-    return pieces[0] + "".join(slots[name] + rest for name, rest in (piece.split("}}", 1) for piece in pieces[1:]))
+        "</details><details><summary>Versions, hardware, command and record of each run</summary>",
+        matrix([key for key in _keys(record) if key != "who"], runs, record),
+        "</details>",
+    ]
+    title = ", ".join(plots.shorten(run.label) for run in runs[:4]) + (", …" if len(runs) > 4 else "")
+    made = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}, report of {moment()}"
+    return frame(title, made, first, others, "\n".join(main), drawn)
 
 
-def chip(index: int, run: Summary) -> str:
-    return f'<button class="chip" aria-pressed="true" data-run="{index}">{mark(index)} {escape(run.label)}</button>'
-
-
-def axis_button(axis: str, known: bool) -> str:
-    pressed = str(axis == "steps").lower()
-    return f'<button data-axis="{axis}" aria-pressed="{pressed}"{"" if known else " disabled"}>{axis}</button>'
-
-
-def script_json(value: Any) -> str:
-    """JSON that may stand inside a script element whatever strings it holds."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+def moment() -> str:
+    return f"{now()[:16].replace('T', ' ')} UTC"
 
 
 def _axis(run: Summary, axis: str) -> list[float]:
@@ -266,35 +262,6 @@ def _axis(run: Summary, axis: str) -> list[float]:
 
 def _keys(trees: Any) -> list[str]:
     return list(dict.fromkeys(key for tree in trees for key in tree))
-
-
-def _list(texts: Sequence[str]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(text)}</li>" for text in texts) + "</ul>" if texts else ""
-
-
-def mark(index: int) -> str:
-    """The run's line as a small picture: colour, dash and marker."""
-    look = plots.style(index)
-    shape = {
-        "circle": '<circle cx="16" cy="6" r="4"/>',
-        "square": '<path d="M12 2h8v8h-8z"/>',
-        "diamond": '<path d="M16 1l5 5-5 5-5-5z"/>',
-        "triangle-up": '<path d="M16 1l5 9h-10z"/>',
-        "x": '<path d="M12 2l8 8M20 2l-8 8" stroke-width="2.5"/>',
-        "cross": '<path d="M16 1v10M11 6h10" stroke-width="3"/>',
-    }[plots.MARKERS[look.marker][0]]
-    dash = plots.DASHES[look.dash][2]
-    return (
-        f'<svg class="mark" width="32" height="12" aria-hidden="true" fill="{look.color}" stroke="{look.color}">'
-        f'<path d="M0 6h32" stroke-width="2" fill="none"{f" stroke-dasharray={dash!r}" if dash else ""}/>{shape}</svg>'
-    )
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Cells are HTML already: <td> and <th> with what they hold."""
-    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
-    top = f"<thead><tr>{''.join(head)}</tr></thead>"
-    return f'<div class="scroll" tabindex="0"><table>{top}<tbody>{body}</tbody></table></div>'
 
 
 def summary_table(runs: Sequence[Summary]) -> str:
@@ -321,21 +288,29 @@ def reach_table(runs: Sequence[Summary], target: float | None) -> str:
     ran = [run for arm in arms(runs) for run in arm.runs if math.isfinite(run.loss)]
     if not ran or not comparable(ran) or (target is None and len(ran) < 2):
         return ""
-    given = target is not None
     goal = target if target is not None else max(run.loss for run in ran)
-    why = "the loss asked for" if given else "the highest final loss of the finished runs"
+    why = "the highest final loss of the finished runs" if target is None else "the loss asked for"
+    named = [(name(runs.index(run), run, "row"), [run]) for run in sorted(ran, key=runs.index)]
+    return "<h2>Cost of reaching a loss</h2>" + cost_table(named, goal, why)
+
+
+def cost_table(named: Iterable[tuple[str, Sequence[Summary]]], goal: float, why: str) -> str:
+    """A row for each heading: steps, tokens and seconds until the loss is `goal`, the mean over its runs."""
     rows = []
-    for run in sorted(ran, key=runs.index):
-        costs = [reach(run.evals[key], run.evals["loss"], goal) for key in ("step", "tokens", "seconds")]
-        cells = [f"<td>{'never' if cost is None else f'{cost:,.0f}'}</td>" for cost in costs]
-        rows.append([name(runs.index(run), run, "row"), *cells])
-    heads = [f'<th scope="col">{head}</th>' for head in ("run", *plots.AXES)]
-    note = f"<p>Cost of reaching {goal:.4f}, {why}; linear between evaluations.</p>"
-    return f"<h2>Cost of reaching a loss</h2>{note}{table(heads, rows)}"
+    for heading, runs in named:
+        cells = []
+        for key in ("step", "tokens", "seconds"):
+            costs = [reach(run.evals[key], run.evals["loss"], goal) for run in runs]
+            known = [cost for cost in costs if cost is not None]
+            told = f"{math.fsum(known) / len(known):,.0f}" if known else "never"
+            few = f" <small>{len(known)} of {len(runs)} runs</small>" if 0 < len(known) < len(runs) else ""
+            cells.append(f"<td>{told}{few}</td>")
+        rows.append([heading, *cells])
+    said = f"<p>Cost of reaching {goal:.4f}, {escape(why)}; linear between evaluations.</p>"
+    return said + table(heads(("", *plots.AXES)), rows)
 
 
-def figure(chart: plots.Chart, runs: Sequence[Summary]) -> str:
-    """A place for the chart, with its title and what the eye should know."""
+def _note(chart: plots.Chart, runs: Sequence[Summary]) -> str:
     peaks = dict.fromkeys(str(of) for run in runs if (of := part(run.run.info, "bytes", "peak_of")))
     notes = {
         "loss": "Thin: training, a centred mean over a fortieth of the records. With markers: validation."
@@ -343,16 +318,8 @@ def figure(chart: plots.Chart, runs: Sequence[Summary]) -> str:
         "memory": "What training must hold. Peak memory, in the table, is measured otherwise"
         + (f" ({', '.join(peaks)})." if peaks else "."),
         "grad-norm": "Before clipping, smoothed as the loss; logarithmic.",
-        "residual": "Share of each matrix's gradient norm that folding leaves to the residual; sqrt(1 - 1/B) where "
-        "gradients have no structure within a block of B. Layers from top to bottom.",
     }
-    text = notes.get(chart.name if not isinstance(chart, plots.Heat) else "residual")
-    note = f"<p class=note>{escape(text)}</p>" if text else ""
-    log = '<button class="log" aria-pressed="false">log</button>' if chart.name == "loss" else ""
-    return (
-        f'<figure data-chart="{chart.name}"><figcaption><h3>{escape(chart.title)}</h3>{log}{note}</figcaption>'
-        f'<div class="chart" role="img" aria-label="{escape(chart.title)} of {len(runs)} runs"></div></figure>'
-    )
+    return RATIOS if isinstance(chart, plots.Heat) else notes.get(chart.name, "")
 
 
 def _windowed(chart: plots.Chart) -> bool:
@@ -363,18 +330,18 @@ def differences(runs: Sequence[Summary]) -> str:
     """The settings in which several runs differ."""
     if len(runs) == 1:
         return "<h2>Settings</h2>"
-    found = matrix(differing(runs), runs, lambda run, key: run.settings.get(key))
+    found = matrix(differing(runs), runs, [run.settings for run in runs])
     return "<h2>Settings that differ</h2>" + (found or "<p>No recorded setting differs.</p>")
 
 
-def matrix(keys: Sequence[str], runs: Sequence[Summary], get: Callable[[Summary, str], Any]) -> str:
+def matrix(keys: Sequence[str], runs: Sequence[Summary], trees: Sequence[Mapping[str, Any]]) -> str:
     """A row a key, a column a run; what is the same in all runs is written once."""
     rows = []
-    for key in keys:
-        texts = ["–" if (value := get(run, key)) is None else str(value) for run in runs]
-        if len(set(texts)) == 1:
-            cells = [f'<td class="text" colspan="{len(runs)}">{escape(texts[0])}</td>']
+    for name_ in keys:
+        said = ["–" if (value := tree.get(name_)) is None else str(value) for tree in trees]
+        if len(set(said)) == 1:
+            cells = [f'<td class="text" colspan="{len(runs)}">{escape(said[0])}</td>']
         else:
-            cells = [f'<td class="text">{escape(text)}</td>' for text in texts]
-        rows.append([f'<th scope="row">{escape(key).replace(".", ".<wbr>")}</th>', *cells])
+            cells = texts(said)
+        rows.append([row_head(name_), *cells])
     return table(["<th></th>", *map(name, range(len(runs)), runs)], rows) if rows else ""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from torchfoam import FOAM, residual
 
-from . import plots, stats
+from . import frame, pictures, plots, stats
 from .config import UserError, known_name
 from .record import circumstances, write_atomically
 
@@ -337,7 +337,7 @@ def write(study: Study, out: Path) -> list[Path]:
         for name, content in names.items():
             write_atomically(out / name, content)
         for chart in charts(study):
-            plots.save(chart, out / f"{chart.name}.png")
+            pictures.save(chart, out / f"{chart.name}.png")
     except OSError as e:
         raise UserError(f"cannot write in {out}: {e.strerror}; choose another --out") from None
     return [*(out / name for name in names), *(out / f"{chart.name}.png" for chart in charts(study))]
@@ -354,36 +354,23 @@ def _finite(value: Any) -> Any:
 
 def page(study: Study, facts: dict[str, Any]) -> str:
     """A self-contained page that asks the network for nothing."""
-    from plotly.offline import get_plotlyjs
-
-    library = get_plotlyjs().replace("</script", "<\\/script")
-    figures = {}
-    for chart in charts(study):
-        figure = plots.plotly(chart)
-        figure["layout"] |= {"showlegend": True, "legend": {"orientation": "h", "y": -0.25}}
-        figures[chart.name] = figure
-    drawn = "".join(f'<h2>{escape(c.title)}</h2><div id="{c.name}"></div>' for c in charts(study))
     head, *body = table(study)
-    cells = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in line) + "</tr>" for line in body)
-    top = "".join(f"<th>{escape(c)}</th>" for c in head)
-    script = json.dumps(figures, allow_nan=False).replace("<", "\\u003c")
-    return f"""<!doctype html><html lang="en"><meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; style-src \
-'unsafe-inline'; img-src data: blob:">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>Convergence</title>
-<style>body{{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}}
-.wide{{overflow-x:auto}}table{{border-collapse:collapse;font-size:.9rem}}
-td,th{{padding:.2rem .8rem .2rem 0;text-align:left;white-space:nowrap}}
-pre{{white-space:pre-wrap;overflow-wrap:anywhere;font-size:.8rem}}</style>
-<h1>Convergence: squared gradient norm against the length of the run</h1>
-<p>lr = {study.settings["rate"]} / sqrt(T); {study.settings["seeds"]} seeds, 95 % intervals over them.
-Hidden: the share of the last quarter's squared gradient that block means cannot see.</p>
-<div class="wide"><table><tr>{top}</tr>{cells}</table></div>{drawn}
-<h2>Made by</h2><pre>{escape(json.dumps({**facts, "settings": study.settings}, indent=1))}</pre>
-<script>{library}</script><script>
-for (const [id, f] of Object.entries({script})) Plotly.newPlot(id, f.data, f.layout, {{responsive: true}});
-</script></html>
-"""
+    told = study.settings
+    main = [
+        frame.table(
+            frame.heads(head), ([f'<th scope="row">{escape(first)}</th>', *frame.texts(rest)] for first, *rest in body)
+        ),
+        *map(frame.figure, charts(study)),
+        f"<h2>Made by</h2><pre>{escape(json.dumps({**facts, 'settings': told}, indent=1))}</pre>",
+    ]
+    said = (
+        f"lr = {told['rate']} / sqrt(T); {told['seeds']} seeds, 95 % intervals over them.",
+        "Hidden: the share of the last quarter's squared gradient that block means cannot see.",
+    )
+    title = "Squared gradient norm against the length of the run"
+    return frame.frame(
+        "Convergence", "foamlab study convergence", title, said, "\n".join(main), charts(study), legend=True
+    )
 
 
 def levels_of(text: str) -> list[int | str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_report import CHROMIUM, FRAMES, PROBE, browse, make_run
 
-from foamlab import plots
+from foamlab import figures, plots
 from foamlab.heat import COLUMNS, heat, kind
 from foamlab.report import charts, page, report
 from foamlab.summary import summarize
@@ -49,7 +49,7 @@ def test_the_page_and_the_picture_show_it(tmp_path: Path) -> None:
     graph = pytest.importorskip("plotly.graph_objects")
     run = run_with_ratios(tmp_path / "run")
     drawn = [chart for chart in charts(summarize([run])) if isinstance(chart, plots.Heat)]
-    graph.Figure(plots.plotly(drawn[0]))  # unknown attributes raise
+    graph.Figure(figures.plotly(drawn[0]))  # unknown attributes raise
     assert 'data-chart="residual-0"' in page(summarize([run]))
     written = report([run], tmp_path / "page.html", static=["png"])
     assert tmp_path / "page-residual-0.png" in written

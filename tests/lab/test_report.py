@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from foamlab import plots
+from foamlab import figures, plots
 from foamlab.config import UserError
 from foamlab.record import Recorder
 from foamlab.report import charts, compare_table, page, report
@@ -223,7 +223,7 @@ def test_pictures_and_tables(pair: list[Path], tmp_path: Path) -> None:
 def test_charts_are_what_plotly_accepts(pair: list[Path]) -> None:
     graph = pytest.importorskip("plotly.graph_objects")
     for chart in charts(summarize(pair)):
-        drawn = plots.plotly(chart)
+        drawn = figures.plotly(chart)
         json.dumps(drawn, allow_nan=False)
         graph.Figure(drawn)  # unknown attributes raise
         assert not plots.empty(chart)

@@ -119,7 +119,7 @@ def test_the_command_writes_table_page_and_pictures(tmp_path, capsys):
     assert len(list(csv.DictReader((out / "study.csv").open()))) == len(kept["rows"]) == len(kept["fits"]) * 2 * 2
     for chart in (*study.PARTS, "delta"):
         assert (out / f"{chart}.png").stat().st_size > 5000
-        assert f'<div id="{chart}">' in (out / "study.html").read_text()
+        assert f'<figure data-chart="{chart}"' in (out / "study.html").read_text()
 
 
 @pytest.mark.parametrize(
