@@ -1,4 +1,4 @@
-"""One thread a test process, here and in the processes that tests start: two workers on two cores do not fight for them."""
+"""One thread a test process, also in the processes that tests start: two workers do not fight for two cores."""
 
 import os
 
