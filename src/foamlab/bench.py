@@ -45,6 +45,8 @@ CONTENDERS: dict[str, OptimizerConfig] = {
     "foam-8": _foam(8),
     "foam-row": _foam("row"),
     "foam-2-bf16": _foam(2, state="bfloat16"),
+    "foam-0-int8": _foam(0, state="int8"),
+    "foam-2-int8": _foam(2, state="int8"),
     "foam-2-eager": _foam(2, backend="eager"),
 }
 STEPS = ("adamw-foreach", "foam-0", "foam-2", "foam-3", "foam-5", "foam-row", "foam-2-bf16", "foam-2-eager")

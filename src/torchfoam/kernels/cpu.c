@@ -18,8 +18,7 @@
    Every lane's arithmetic depends on its own block only, and every sum has one order, so the result does not depend on
    the number of threads. Letters: see fold.py.
 
-   One file, longer than the 400 lines of the house: the compiler inlines the rule into every block length, and the cache
-   key of the built library is this file alone. */
+   Longer than the 400 lines of the house: the compiler inlines the rule into every block length. */
 
 #include <math.h>
 #include <pthread.h>
@@ -28,164 +27,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define INLINE static inline __attribute__((always_inline))
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#include "cpu_storage.h"
 
 /* BUFFER: what one stretch of narrow storage is opened into, TILE floats or N of the longest short blocks */
 enum { SHORT = 256, TILE = 1024, BUFFER = 16 * SHORT, ITEM = 1 << 16, SEGMENT = 1 << 18, HUGE_BLOCK = 1 << 19 };
-
-/* ------------------------------------------------------------------ vectors of N floats */
-
-#if defined(__AVX512F__) && defined(__AVX512DQ__)
-#include <immintrin.h>
-enum { N = 16 };
-#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-#include <immintrin.h>
-enum { N = 8 };
-#else
-enum { N = 4 };
-#endif
-typedef float vf __attribute__((vector_size(4 * N)));
-typedef int32_t vi __attribute__((vector_size(4 * N)));
-typedef uint32_t vu __attribute__((vector_size(4 * N)));
-typedef uint16_t vh __attribute__((vector_size(2 * N)));
-
-INLINE vf load(const float *x) { vf y; memcpy(&y, x, sizeof y); return y; }
-INLINE void store(float *x, vf y) { memcpy(x, &y, sizeof y); }
-INLINE vf all(float x) { return x - (vf){0}; }
-INLINE vu iota(void) { vu x; for (int i = 0; i < N; i++) x[i] = i; return x; }
-
-#if defined(__AVX512F__) && defined(__AVX512DQ__)
-
-INLINE vf even(vf a, vf b) { return _mm512_permutex2var_ps(a, (__m512i)(iota() * 2), b); }
-INLINE vf odd(vf a, vf b) { return _mm512_permutex2var_ps(a, (__m512i)(iota() * 2 + 1), b); }
-INLINE vf permute(vf x, vu lanes) { return _mm512_permutexvar_ps((__m512i)lanes, x); }
-INLINE vf from_half(vh x) { return _mm512_cvtph_ps((__m256i)x); }
-INLINE vh to_half(vf x) { return (vh)_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
-
-/* M / (2 sqrt(V) + e2). The root and the quotient start from 14-bit estimates and take one Newton step each (relative error
-   2^-28 before rounding): three times faster than the exact instructions, which serve the lanes where V is 0, denormal,
-   infinite or NaN, for those must end as in plain arithmetic. */
-INLINE vf quotient(vf M, vf V, float e2, int exact) {
-    vf y = _mm512_rsqrt14_ps(V), s = V * y;
-    vf d = _mm512_fmadd_ps(y, _mm512_fnmadd_ps(s, s, V), _mm512_fmadd_ps(s, all(2), all(e2)));
-    vf x = _mm512_rcp14_ps(d), u = M * x;
-    u = _mm512_fmadd_ps(u, _mm512_fnmadd_ps(d, x, all(1)), u);
-    __mmask16 special = _mm512_fpclass_ps_mask(V, 0xff);
-    if (__builtin_expect(special | exact, 0))
-        u = _mm512_mask_div_ps(u, exact ? 0xffff : special, M, _mm512_sqrt_ps(V) * 2 + e2);
-    return u;
-}
-
-#else
-
-#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-
-INLINE vf in_order(vf x) { return (vf)_mm256_permute4x64_pd((__m256d)x, 0xd8); }
-INLINE vf even(vf a, vf b) { return in_order(_mm256_shuffle_ps(a, b, 0x88)); }
-INLINE vf odd(vf a, vf b) { return in_order(_mm256_shuffle_ps(a, b, 0xdd)); }
-INLINE vf permute(vf x, vu lanes) { return _mm256_permutevar8x32_ps(x, (__m256i)lanes); }
-INLINE vf from_half(vh x) { return _mm256_cvtph_ps((__m128i)x); }
-INLINE vh to_half(vf x) { return (vh)_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
-INLINE vf root(vf x) { return _mm256_sqrt_ps(x); }
-
-#else
-
-INLINE vf even(vf a, vf b) { return (vf){a[0], a[2], b[0], b[2]}; }
-INLINE vf odd(vf a, vf b) { return (vf){a[1], a[3], b[1], b[3]}; }
-INLINE vf permute(vf x, vu lanes) { return (vf){x[lanes[0]], x[lanes[1]], x[lanes[2]], x[lanes[3]]}; }
-INLINE vf root(vf x) { for (int i = 0; i < N; i++) x[i] = sqrtf(x[i]); return x; }
-INLINE vf from_half(vh x) { vf y; for (int i = 0; i < N; i++) { _Float16 h; memcpy(&h, (uint16_t *)&x + i, 2); y[i] = h; } return y; }
-INLINE vh to_half(vf x) { vh y; for (int i = 0; i < N; i++) { _Float16 h = x[i]; memcpy((uint16_t *)&y + i, &h, 2); } return y; }
-
-#endif
-
-/* M / (2 sqrt(V) + e2) */
-INLINE vf quotient(vf M, vf V, float e2, int exact) { (void)exact; return M / (root(V) * 2 + e2); }
-
-#endif
-
-/* ------------------------------------------------------------------ storage */
-
-enum { FLOAT32, BFLOAT16, FLOAT16 };
-
-typedef struct { void *data; int dtype, stochastic; uint32_t key; } Array;
-
-/* lowbias32, as in quant.py */
-INLINE vu mix(vu x) {
-    x = (x ^ (x >> 16)) * 0x7feb352du;
-    x = (x ^ (x >> 15)) * 0x846ca68bu;
-    return x ^ (x >> 16);
-}
-static uint32_t mix1(uint32_t x) { return mix((vu){0} + x)[0]; }
-
-/* To bfloat16: bits + noise, then the low half falls away: up with probability proportional to the distance. To nearest:
-   half a unit in place of the noise, ties to even. Infinity has no low half to carry from; NaN becomes one that has none. */
-INLINE vh to_bfloat16(vf x, const int stochastic, uint32_t key, uint64_t element) {
-    vu nan = (vu)(x != x), bits = ((vu)x & ~nan) | (nan & 0x7fc00000u);
-    if (stochastic) bits += mix((iota() + (uint32_t)element) ^ key) & 0xffffu;
-    else bits += ((bits >> 16) & 1) + 0x7fffu;
-    return __builtin_convertvector(bits >> 16, vh);
-}
-INLINE vf from_bfloat16(vh x) { return (vf)(__builtin_convertvector(x, vu) << 16); }
-
-INLINE void widen(float *out, const uint16_t *x, long n, const int half) {
-    long i = 0;
-    vh y;
-    for (; i + N <= n; i += N) memcpy(&y, x + i, sizeof y), store(out + i, half ? from_half(y) : from_bfloat16(y));
-    if (i == n) return;
-    uint16_t rest[N] = {0};
-    float z[N];
-    memcpy(rest, x + i, 2 * (n - i)), memcpy(&y, rest, sizeof y);
-    store(z, half ? from_half(y) : from_bfloat16(y));
-    memcpy(out + i, z, 4 * (n - i));
-}
-
-INLINE void narrow(uint16_t *out, const float *x, long n, const int half, const int stochastic, uint32_t key, long at) {
-    long i = 0;
-    for (; i + N <= n; i += N) {
-        vh y = half ? to_half(load(x + i)) : to_bfloat16(load(x + i), stochastic, key, at + i);
-        memcpy(out + i, &y, sizeof y);
-    }
-    if (i == n) return;
-    float rest[N] = {0};
-    memcpy(rest, x + i, 4 * (n - i));
-    vh y = half ? to_half(load(rest)) : to_bfloat16(load(rest), stochastic, key, at + i);
-    memcpy(out + i, &y, 2 * (n - i));
-}
-
-static void widen_all(float *out, const uint16_t *x, long n, int dtype) {
-    if (dtype == FLOAT16) widen(out, x, n, 1);
-    else widen(out, x, n, 0);
-}
-static void narrow_all(const Array *a, long at, long n, const float *x) {
-    uint16_t *out = (uint16_t *)a->data + at;
-    if (a->dtype == FLOAT16) narrow(out, x, n, 1, 0, 0, at);
-    else if (a->stochastic) narrow(out, x, n, 0, 1, a->key, at);
-    else narrow(out, x, n, 0, 0, 0, at);
-}
-
-static long size_of(const Array *a) { return a->dtype == FLOAT32 ? 4 : 2; }
-static char *place(const Array *a, long at) { return (char *)a->data + at * size_of(a); }
-
-/* n numbers of `a` from `at` on, as floats in `buffer` */
-static void copy_in(const Array *a, long at, long n, float *buffer) {
-    if (a->dtype == FLOAT32) memcpy(buffer, (float *)a->data + at, 4 * n);
-    else widen_all(buffer, (uint16_t *)a->data + at, n, a->dtype);
-}
-static void copy_out(const Array *a, long at, long n, const float *buffer) {
-    if (a->dtype == FLOAT32) memcpy((float *)a->data + at, buffer, 4 * n);
-    else narrow_all(a, at, n, buffer);
-}
-/* the same without copying where the storage is float32 already */
-static float *view(const Array *a, long at, long n, float *buffer) {
-    if (a->dtype == FLOAT32) return (float *)a->data + at;
-    copy_in(a, at, n, buffer);
-    return buffer;
-}
-static void unview(const Array *a, long at, long n, const float *x) {
-    if (a->dtype != FLOAT32) narrow_all(a, at, n, x);
-}
 
 /* ------------------------------------------------------------------ the rule */
 
@@ -313,6 +158,7 @@ typedef struct {
     const float *step;
     int64_t rows, columns, block; /* block <= columns */
     int64_t dtypes;               /* of p, g and the moments: 4 bits each, from below */
+    void *m_exponents, *v_exponents; /* of 8-bit codes */
     int64_t number;               /* seeds the rounding noise */
 } Task;
 
@@ -339,7 +185,10 @@ static void tensor_of(const Task *t, const Hyper *h, Tensor *out) {
     Array *arrays[] = {&out->p, &out->m, &out->v, &out->g};
     for (int i = 0; i < 4; i++) {
         int shift = i == 0 ? 0 : i == 3 ? 4 : 8;
-        *arrays[i] = (Array){data[i], t->dtypes >> shift & 15, h->stochastic, mix1(key ^ (uint32_t)(4 * t->number + i))};
+        *arrays[i] = (Array){
+            .data = data[i], .exponents = i == 1 ? t->m_exponents : i == 2 ? t->v_exponents : NULL,
+            .dtype = t->dtypes >> shift & 15, .stochastic = h->stochastic, .key = mix1(key ^ (uint32_t)(4 * t->number + i)),
+        };
     }
 }
 
@@ -448,6 +297,25 @@ static void long_block(const Tensor *t, long b) {
     long_weights(t, &g, at, n, x);
 }
 
+static void any_blocks(const Tensor *t, long b, long end) {
+    if (t->B <= SHORT) short_blocks(t, b, end);
+    else while (b < end) long_block(t, b++);
+}
+
+/* Whole rows of blocks whose moments are 8-bit codes. They are opened into floats in stretches of whole groups: several
+   rows, or a piece of one, so that what computes sees float32. */
+static void coded_rows(const Tensor *t, long b, long end) {
+    _Alignas(64) float m[TILE], v[TILE];
+    Tensor open = *t;
+    for (long n; b < end; b += n) {
+        n = t->W > TILE ? MIN(TILE, t->W - b % t->W) : MIN(TILE / t->W * t->W, end - b);
+        open.m = (Array){.data = m, .first = b}, open.v = (Array){.data = v, .first = b};
+        open_codes(&t->m, t->W, b, n, 1, m), open_codes(&t->v, t->W, b, n, 0, v);
+        any_blocks(&open, b, b + n);
+        close_codes(&t->m, t->W, b, n, 1, m), close_codes(&t->v, t->W, b, n, 0, v);
+    }
+}
+
 /* ------------------------------------------------------------------ threads */
 
 typedef struct { double sum[2]; float x[3]; } Partial;
@@ -455,10 +323,16 @@ typedef struct { double sum[2]; float x[3]; } Partial;
 /* Item i of a pass is a stretch of blocks, or a segment of a huge one. Passes: 0 adds up huge blocks, 1 changes everything */
 typedef struct { const Task *tasks; long count; const Hyper *h; Partial *partials; int pass; atomic_long next; } Job;
 
-static int huge(const Task *t) { return t->block >= HUGE_BLOCK; }
+static int coded(const Task *t) { return (t->dtypes >> 8 & 15) == CODES; }
+static int huge(const Task *t) { return t->block >= HUGE_BLOCK && !coded(t); }
 static long segments(const Task *t) { return (t->block + SEGMENT - 1) / SEGMENT; }
-static long stretch(const Task *t) { return t->block >= ITEM ? 1 : ITEM / t->block / N * N > 0 ? ITEM / t->block / N * N : 1; }
-static long blocks_in(const Task *t) { return t->rows * ((t->columns + t->block - 1) / t->block); }
+static long width(const Task *t) { return (t->columns + t->block - 1) / t->block; }
+static long blocks_in(const Task *t) { return t->rows * width(t); }
+/* how many blocks an item has; a group of codes is not cut, for it lies in one row */
+static long stretch(const Task *t) {
+    if (coded(t)) return MAX(ITEM / t->columns, 1) * width(t);
+    return MAX(ITEM / t->block / N * N, 1);
+}
 static long items(const Task *t, int pass) {
     if (huge(t)) return blocks_in(t) * segments(t);
     return pass == 0 ? 0 : (blocks_in(t) + stretch(t) - 1) / stretch(t);
@@ -474,8 +348,7 @@ static void item(const Task *task, const Tensor *t, long i, int pass, Partial *p
         return;
     }
     long b = i * stretch(task), end = MIN(b + stretch(task), t->count);
-    if (t->B <= SHORT) short_blocks(t, b, end);
-    else while (b < end) long_block(t, b++);
+    (coded(task) ? coded_rows : any_blocks)(t, b, end);
 }
 
 static void work(void *data) {

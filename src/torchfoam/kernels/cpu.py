@@ -1,4 +1,4 @@
-"""The CPU backend: `cpu.c`, compiled for this machine on first use and called through data pointers.
+"""The CPU backend: `cpu.c` and its header, compiled for this machine on first use and called through data pointers.
 
 The library is built by the system's compiler (CC, cc, gcc or clang; CFLAGS is added) into the user's cache,
 under a name made of the source, the compiler's version, the flags and the CPU, so nothing stale is ever loaded.
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from ..fold import block
+from ..quant import GROUP
 from ..rules import Hyper
-from ..state import moment_dtype
 
 if TYPE_CHECKING:
     from . import Slot
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).with_name("cpu.c")
 # no -ffast-math: NaN and infinity must come out as they do from the eager rule
 FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
-CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the enum in cpu.c
-FIELDS = 10  # of the struct Task in cpu.c
+FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the enum in cpu_storage.h, as is the next
+MOMENTS = {**FLOATS, torch.uint8: 3}
+FIELDS = 12  # of the struct Task in cpu.c
 
 
 class Scalars(ctypes.Structure):
@@ -91,7 +92,8 @@ def build(folder: Path | None = None, extra: Sequence[str] = ()) -> Path:
     command = name.split()
     native = () if platform.machine() == "ppc64le" else ("-march=native",)
     flags = [*FLAGS, *native, *os.environ.get("CFLAGS", "").split(), *extra]
-    key = "\0".join((SOURCE.read_text(), _run([*command, "--version"]), *command, *flags, cpu_features()))
+    sources = [path.read_text() for path in sorted(SOURCE.parent.glob("*.[ch]"))]
+    key = "\0".join((*sources, _run([*command, "--version"]), *command, *flags, cpu_features()))
     cache = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchfoam"
     path = cache / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
     if path.exists():
@@ -158,10 +160,8 @@ def refuses(p: Tensor, group: dict[str, object]) -> str | None:
         return f"the CPU kernel has only the adam rule, not {group['rule']!r}"
     if p.device.type != "cpu":
         return f"the CPU kernel cannot reach a parameter on {p.device}"
-    if p.dtype not in CODES:
+    if p.dtype not in FLOATS:
         return f"the CPU kernel takes float32, bfloat16 and float16 parameters, not {p.dtype}"
-    if moment_dtype(p, str(group["state"])) not in CODES:
-        return f"the CPU kernel keeps float32, bfloat16 or float16 moments, not state={group['state']!r}"
     return None
 
 
@@ -184,20 +184,24 @@ def step(function: Callable[..., int], slots: Sequence[Slot], h: Hyper, threads:
     for slot in slots:
         p, g, state, number = slot
         m, v = state["m"], state["v"]
-        if not (p.is_contiguous() and g.is_contiguous() and m.is_contiguous() and v.is_contiguous()):
+        exponents = [state["m_exponent"], state["v_exponent"]] if m.dtype == torch.uint8 else []
+        if not all(x.is_contiguous() for x in (p, g, m, v, *exponents)):
             _step_by_copy(function, slot, h, threads, parallel)
             continue
         columns = p.size(-1) if p.ndim else 1
         rows = p.numel() // columns
         B = lengths.get(columns) or lengths.setdefault(columns, block(h.level, columns))
-        if not (rows * -(-columns // B) == m.numel() == v.numel() and p.numel() == g.numel() and m.dtype == v.dtype):
+        W = -(-columns // B)
+        fits = rows * W == m.numel() == v.numel() and p.numel() == g.numel() and m.dtype == v.dtype
+        if not fits or any(x.numel() != rows * -(-W // GROUP) for x in exponents):
             raise ValueError(
                 f"cannot step {tuple(p.shape)} at level {h.level!r} with a gradient of {tuple(g.shape)} and moments of "
                 f"{tuple(m.shape)} {m.dtype} and {tuple(v.shape)} {v.dtype}"
             )
         table += (
-            p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr(), state["step"].data_ptr(),
-            rows, columns, B, CODES[p.dtype] | CODES[g.dtype] << 4 | CODES[m.dtype] << 8, number,
+            p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr(), state["step"].data_ptr(), rows, columns, B,
+            FLOATS[p.dtype] | FLOATS[g.dtype] << 4 | MOMENTS[m.dtype] << 8,
+            *([x.data_ptr() for x in exponents] or (0, 0)), number,
         )  # fmt: skip
     tasks = array("q", table)
     address, length = tasks.buffer_info()
@@ -207,9 +211,9 @@ def step(function: Callable[..., int], slots: Sequence[Slot], h: Hyper, threads:
 
 def _step_by_copy(function: Callable[..., int], slot: Slot, h: Hyper, threads: int, parallel: int | None) -> None:
     """For tensors with gaps or another order of dimensions: the step on contiguous copies, one parameter at a time."""
-    kept = {"p": slot.p, "m": slot.state["m"], "v": slot.state["v"]}
+    kept = {"p": slot.p, **slot.state}
     flat = {name: x.contiguous() for name, x in kept.items()}
-    state = {"step": slot.state["step"], "m": flat["m"], "v": flat["v"]}
+    state = {name: flat[name] for name in slot.state}
     step(function, [slot._replace(p=flat["p"], g=slot.g.contiguous(), state=state)], h, threads, parallel)
     for name, x in kept.items():
         if flat[name] is not x:
