@@ -260,6 +260,18 @@ def test_hand_written_models(name: str) -> None:
     assert len(folded) + len(unfolded) == len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("prefix", ["module", "_orig_mod"])
+def test_a_wrapped_model_folds_as_the_model_itself(prefix: str) -> None:
+    model = HAND["language model in a row"][0]
+    wrapper = nn.Module()
+    wrapper.add_module(prefix, model)  # as DistributedDataParallel and torch.compile do
+    pairs = list(wrapper.named_parameters())
+    assert set(split(param_groups(wrapper))[0]) == {f"{prefix}.1.weight"}
+    assert {g["level"]: len(g["params"]) for g in FOAM(pairs).param_groups} == {
+        g["level"]: len(g["params"]) for g in FOAM(model.named_parameters()).param_groups
+    }
+
+
 def test_a_head_tied_to_an_embedding_is_one_unfolded_parameter() -> None:
     folded, unfolded = split(param_groups(toy()))
     assert "embed.weight" in unfolded and not {"lm_head.weight", "embed.weight"} & set(folded)

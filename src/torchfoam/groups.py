@@ -7,12 +7,11 @@ override. This room builds groups; it holds no state and performs no steps.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from typing import Any
 
 import torch
@@ -29,6 +28,8 @@ EMBEDDING_WORDS = ("*embed*", "wte", "wpe", "tok", "shared", "relative_attention
 TABLE_WORDS = ("*bias*", "*token", "*tokens", "pos", "pos_*", "*position*", "a_log")
 # ... and when they lead to an output head; a head stands outside the numbered stack of layers
 HEAD_WORDS = ("head", "*_head", "score", "classifier", "qa_outputs", "embed_out", "output_layer")
+# what torch puts before every name of a model that it wraps (DDP, compile, FSDP): no part of the model
+WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module")
 
 # what is said of folded parameters alone, and what the others are instead: AdamW
 FOLDED_ONLY = ("level", "scale", "rule")
@@ -198,7 +199,8 @@ def _is_table(path: str) -> bool:
 
 
 def _is_head(path: str, p: Tensor, vocabulary: torch.Size | None) -> bool:
-    parts = re.sub(r"^(\d+\.)+", "", path.lower()).split(".")  # the first number may be a place in nn.Sequential
+    names = dropwhile(lambda x: x in WRAPPERS, path.lower().split("."))
+    parts = list(dropwhile(str.isdigit, names))  # the first number may be a place in nn.Sequential
     outside = list(takewhile(lambda x: not x.isdigit(), parts))
     return _like(outside, HEAD_WORDS) or (outside == parts and p.shape == vocabulary)
 

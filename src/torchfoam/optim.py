@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from .fold import residual_ratio
 from .groups import param_groups, split_by_shape
 from .kernels import BACKENDS, Slot, choose
-from .options import check, check_options, hyper
+from .options import check, check_choices, check_options, hyper, known_value
 from .saved import FORMAT, match
-from .state import new_state
+from .state import check_kept, new_state
 
 # The authors' recipe for pre-training, for FOAM(model, **PAPER): a base rate for embeddings, head and norms, a quarter
 # of it for the folded matrices (docs/choosing.md).
@@ -100,8 +100,8 @@ class FOAM(Optimizer):
             "momentum": momentum, "nesterov": nesterov, "adjust_lr": adjust_lr,
             "maximize": maximize, "capturable": capturable, "format": FORMAT,
         }  # fmt: skip
-        if backend is not None and backend not in BACKENDS:
-            raise ValueError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+        if backend is not None:
+            known_value("backend", backend, BACKENDS)
         self.backend = backend
         check(defaults)
         if isinstance(params, nn.Module):
@@ -216,8 +216,10 @@ class FOAM(Optimizer):
 
     def _work(self, group: dict[str, Any], params: Iterable[tuple[int, Tensor]]) -> list[Work]:
         """What a step has to do for these (number, parameter) pairs of one group: a list of slots for each backend."""
+        check_choices(group)  # someone may have changed the group since
         slots: dict[str, list[Slot]] = {}
         chosen: dict[tuple[Any, ...], list[Slot]] = {}
+        widths: dict[int, dict[str, int]] = {}
         for i, p in params:
             if (g := p.grad) is None:
                 continue
@@ -227,6 +229,7 @@ class FOAM(Optimizer):
                     "build the embedding with sparse=False, or give it to torch.optim.SparseAdam"
                 )
             if p.numel():
+                check_kept(p, self.state[p], group, widths)
                 kind = (type(p), p.device, p.dtype, p.ndim, p.is_contiguous())
                 if kind not in chosen:
                     chosen[kind] = slots.setdefault(choose(self.backend, p, group).name, [])
@@ -235,8 +238,9 @@ class FOAM(Optimizer):
 
     def _perform(self, work: list[Work]) -> None:
         for group, backend, slots in work:
+            h = hyper(group)
             torch._foreach_add_([slot.state["step"] for slot in slots], 1)
-            BACKENDS[backend].update(slots, hyper(group), group["rule"])
+            BACKENDS[backend].update(slots, h, group["rule"])
 
     # ------------------------------------------------------------------ diagnostics
 

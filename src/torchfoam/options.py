@@ -19,6 +19,19 @@ OPTIONS = (
     "seed", "momentum", "nesterov", "adjust_lr", "maximize", "capturable",
 )  # fmt: skip
 
+CHOICES = {"rule": tuple(RULES), "second_moment": SECOND_MOMENTS, "state": STATES, "adjust_lr": LR_ADJUSTMENTS}
+
+
+def known_value(what: str, value: Any, known: Iterable[str]) -> Any:
+    """The value if it is known; else a ValueError that offers the nearest and lists the rest."""
+    known = list(known)
+    if value in known:
+        return value
+    near = get_close_matches(str(value), known, n=1, cutoff=0.7)
+    raise ValueError(
+        f"unknown {what} {value!r}; " + (f"did you mean {near[0]!r}? " if near else "") + f"known: {', '.join(known)}"
+    )
+
 
 def check_options(given: Iterable[str], misspelt_only: bool = False) -> None:
     """Raise ValueError for the first name that is not an option of FOAM, offering the nearest.
@@ -50,10 +63,14 @@ def check(group: Mapping[str, Any]) -> None:
     if isinstance(group["seed"], bool) or not isinstance(group["seed"], int):
         raise ValueError(f"seed must be an integer, got {group['seed']!r}")
     check_level(group["level"])
-    choices = {"rule": tuple(RULES), "second_moment": SECOND_MOMENTS, "state": STATES, "adjust_lr": LR_ADJUSTMENTS}
-    for name, known in choices.items():
+    check_choices(group)
+
+
+def check_choices(group: Mapping[str, Any]) -> None:
+    """Raise ValueError for a name that no option has, or a pair that cannot be."""
+    for name, known in CHOICES.items():
         if group[name] not in known:
-            raise ValueError(f"unknown {name} {group[name]!r}; known: {', '.join(known)}")
+            known_value(name, group[name], known)
     if group["rule"] == "mini" and group["second_moment"] != "mean_square":
         raise ValueError("cannot use second_moment='square_mean' with rule 'mini': it keeps the row's mean square")
 

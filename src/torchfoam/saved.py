@@ -25,6 +25,8 @@ def match(opt: Optimizer, state_dict: Mapping[str, Any]) -> list[tuple[Tensor, d
     groups, states = state_dict.get("param_groups"), state_dict.get("state")
     if not isinstance(groups, (list, tuple)) or not isinstance(states, Mapping):
         raise ValueError(f"not an optimizer state dict: keys are {sorted(map(str, state_dict))}")
+    for k, saved in enumerate(groups):
+        _is_ours(f"group {k}", saved)
     if len(groups) != len(opt.param_groups):
         raise ValueError(
             f"the state dict has {len(groups)} parameter groups, this optimizer has {len(opt.param_groups)}"
@@ -39,7 +41,7 @@ def match(opt: Optimizer, state_dict: Mapping[str, Any]) -> list[tuple[Tensor, d
     return pairs
 
 
-def _match_group(where: str, group: dict[str, Any], saved: Any, defaults: Mapping[str, Any]) -> None:
+def _is_ours(where: str, saved: Any) -> None:
     if not isinstance(saved, Mapping) or not isinstance(saved.get("params"), (list, tuple)):
         raise ValueError(f"{where}: not a parameter group of a state dict: {saved!r:.80}")
     if not isinstance(saved.get("format"), int):
@@ -49,6 +51,9 @@ def _match_group(where: str, group: dict[str, Any], saved: Any, defaults: Mappin
         )
     if saved["format"] > FORMAT:
         raise ValueError(f"{where}: written by a newer torchfoam (format {saved['format']}, this one reads {FORMAT})")
+
+
+def _match_group(where: str, group: dict[str, Any], saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     for key in IDENTITY:
         if saved.get(key, defaults[key]) != group[key]:
             raise ValueError(f"{where}: saved with {key}={saved[key]!r}, this optimizer has {group[key]!r}")

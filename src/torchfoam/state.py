@@ -34,6 +34,30 @@ def new_state(p: Tensor, group: Mapping[str, Any], device: str | None = None) ->
     return state
 
 
+def check_kept(
+    p: Tensor, kept: Mapping[str, Tensor], group: Mapping[str, Any], widths: dict[int, dict[str, int]]
+) -> None:
+    """Raise ValueError if `kept` was made for another rule, level, kind of state or shape than p and its group now have.
+
+    A step would mix the two: a row's one moment, say, broadcasts over blocks without a word. `widths` is the caller's,
+    empty at first: C -> what each moment's width should be, worked out once a group.
+    """
+    C = p.shape[-1] if p.ndim else 1
+    if (want := widths.get(C)) is None:
+        rule, level = group["rule"], group["level"]
+        want = widths[C] = {name: moment_width(rule, name, level, C) for name in MOMENTS[rule]}
+    coded = group["state"] == "int8" and p.ndim >= 2
+    fits = ("v" in kept) == ("v" in want) and (coded == ("m_exponent" in kept) or p.dtype == torch.float64)
+    if fits and all(kept[name].shape == ((*p.shape[:-1], W) if p.ndim else ()) for name, W in want.items()):
+        return
+    have = {name: tuple(x.shape) for name, x in kept.items() if name != "step"}
+    raise ValueError(
+        f"the state kept for a parameter of shape {tuple(p.shape)} ({have}) is not that of rule={group['rule']!r}, "
+        f"level={group['level']!r}, state={group['state']!r}: one of them was changed after construction; build a new "
+        "FOAM with these options instead (nothing has been stepped)"
+    )
+
+
 def state_bytes(p: Tensor, group: Mapping[str, Any]) -> int:
     """Bytes of `new_state(p, group)`; options the group does not state are FOAM's defaults."""
     group = {"state": "float32", "capturable": False, "rule": "adam", **group}

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..options import known_value
 from ..rules import Hyper
 
 
@@ -61,9 +62,7 @@ def choose(name: str | None, p: Tensor, group: dict[str, object]) -> Backend:
     A warning, once a process, says what a faster one that would take the parameter lacks.
     """
     if name is not None:
-        if name not in BACKENDS:
-            raise ValueError(f"unknown backend {name!r}; known: {', '.join(BACKENDS)}")
-        backend = BACKENDS[name]
+        backend = BACKENDS[known_value("backend", name, BACKENDS)]
         if reason := backend.unavailable() or backend.refuses(p, group):
             raise ValueError(f"backend {name!r} cannot be used: {reason}")
         return backend
