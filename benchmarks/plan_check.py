@@ -11,7 +11,7 @@ import warnings
 from foamlab.calibrate import check
 from foamlab.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 
-MODELS = ("llama-1m", "llama-10m", "llama-60m", "gpt2", "qwen-10m")
+MODELS = ("llama-1m", "llama-10m", "llama-60m", "gpt2", "qwen-10m", "gpt2-10m")
 
 
 def main() -> None:
