@@ -102,7 +102,7 @@ def _local(
             except Unreadable as error:
                 if len(files) == 1:
                     raise UserError(
-                        f"cannot read {path}: {error}; convert it to UTF-8 text or choose another"
+                        f"cannot read {path}: {str(error).rstrip('.')}; mend it (text must be UTF-8) or choose another"
                     ) from None
                 unreadable.append(f"{name}: {error}")
         if unreadable:

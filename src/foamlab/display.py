@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -150,7 +151,14 @@ class Plain(Watch):
         self.stream, self.interval, self.spoke = stream, interval, -math.inf
 
     def say(self, text: str, style: str = "") -> None:
-        print(text, file=self.stream, flush=True)
+        try:
+            print(text, file=self.stream, flush=True)
+        except OSError as e:  # the reader is gone (`| head`), or the log's disk is full
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            if self.stream is not sys.stderr:
+                self.stream = sys.stderr
+                self.say(f"cannot write the output ({e.strerror}): stopping\n{text}")
+                signal.raise_signal(signal.SIGINT)  # the run ends as on Ctrl-C: saved
 
     def progress(self, what: str, share: float | None) -> None:
         if self._due():

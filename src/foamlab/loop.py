@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -74,6 +75,8 @@ class Training:
         """Become the run that wrote the checkpoint `source`."""
         if saved["optimizer"] is None:
             raise UserError(f"{source} cannot be resumed: {saved['remark']}")
+        if saved["step"] > self.config.train.steps:
+            raise UserError(f"{source} is past train.steps {self.config.train.steps}: give at least {saved['step']}")
         checkpoint.load_weights(source, self.model)
         own = [{k: g[k] for k in TUNABLE if k in g} for g in self.optimizer.param_groups]
         try:
@@ -144,7 +147,7 @@ class Training:
         finally:
             if self.recorder:
                 self.recorder.close(status, **fields)
-        resume = "" if finished else f"foamlab train --resume {self.folder}"
+        resume = "" if finished else shlex.join(["foamlab", "train", "--resume", str(self.folder)])
         place = {"folder": str(self.folder), "resume": resume, "sample": result.sample}
         self.emit({"kind": "end", "status": status, **place, **fields})
         return result

@@ -218,7 +218,8 @@ def _build(folder: Path, about: dict[str, Any], source: Source, config: DataConf
     counts = distinct.counts
     if not counts["documents"]:
         aside = ", ".join(f"{number} {name}" for name, number in counts.items() if number)
-        raise UserError(f"the corpus {config.name} is empty: {'; '.join([aside or 'no documents', *warnings])}")
+        why = "; ".join([aside or "no documents", *warnings])
+        raise UserError(f"the corpus {config.name} is empty ({why}): give --data.name files that hold text")
     if counts["not_unicode"]:
         warnings.append(f"skipped {counts['not_unicode']} documents that are not valid Unicode")
     if config.validation and not all(writer.end for writer in writers.values()):

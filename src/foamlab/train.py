@@ -71,6 +71,7 @@ def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = 
             if config.out and folder.exists():
                 raise UserError(f"{folder} exists already: choose another --out, or go on with --resume {folder}")
             checkpoint.check_room(folder, 0)
+        models.build(config.model, None, config.data.sequence, "meta")  # refused before the text is read
         with world.first():  # one process builds the token cache, the others read it
             corpus = data.prepare(config.data, t.seed, lambda event: emit({**event, "kind": "prepare"}))
         if t.steps:

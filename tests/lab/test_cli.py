@@ -294,3 +294,22 @@ def test_a_pipe_gets_one_line_an_interval():
             on_event({**EVENTS[6], "step": step})
     lines = [line for line in shown.getvalue().splitlines() if line.startswith("step ")]
     assert [line.split()[1] for line in lines] == ["1/100", "100/100"]
+
+
+def test_when_nobody_reads_the_output_the_run_is_asked_to_stop_once(monkeypatch):
+    """`foamlab train demo 2>&1 | head`: both pipes are broken; the run ends as on Ctrl-C, which saves."""
+    asked = []
+    before = signal.signal(signal.SIGINT, lambda *_: asked.append(1))
+    ends = [os.pipe() for _ in range(2)]
+    out, err = (os.fdopen(write, "w") for _, write in ends)
+    try:
+        for read, _ in ends:
+            os.close(read)
+        monkeypatch.setattr(display.sys, "stderr", err)
+        with display.display(out, interval=0) as on_event:
+            for event in EVENTS:
+                on_event(event)
+        assert asked == [1]
+        out.close(), err.close()  # as at exit: nothing is left to write
+    finally:
+        signal.signal(signal.SIGINT, before)

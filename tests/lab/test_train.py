@@ -441,6 +441,27 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+def test_an_unknown_model_is_refused_before_the_text_is_read(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "prepare", lambda *_: pytest.fail("read the text"))
+    c = small.config(home, tmp_path / "run")
+    c.model.name = "lama-1m"
+    with pytest.raises(UserError, match="did you mean llama-1m"):
+        train(c)
+
+
+def test_fewer_steps_than_were_taken_are_refused_and_a_resume_can_be_pasted(home: Path, tmp_path: Path) -> None:
+    out, ends = tmp_path / "my run", []
+    stop = stop_at(2)
+    train(small.config(home, out), on_event=lambda e: (stop(e), ends.append(e.get("resume")))[0])
+    assert ends[-1] == f"foamlab train --resume '{out}'"
+    before = small.tree(out)
+    with pytest.raises(UserError, match=r"past train.steps 2: give at least 3"):
+        train(small.config(home, out, steps=2), resume=out)
+    assert small.tree(out) == before
+
+
 def test_too_little_room_is_told_at_once(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = checkpoint.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda p: usage._replace(free=50_000))
