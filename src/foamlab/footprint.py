@@ -139,5 +139,5 @@ def foam_fused(group: Mapping[str, Any], backend: str | None, device: str) -> bo
     name = FUSED[device]
     known = backends().get(name)
     there = known == "ok" or (device == "cuda" and known is not None)  # planned here for a machine with a GPU
-    takes = group["rule"] == "adam" and group["state"] != "int8"
+    takes = group["rule"] == "adam" and (device == "cpu" or group["state"] != "int8")
     return there and takes and backend in (None, name)
