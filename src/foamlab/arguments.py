@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 PRESETS = Path(__file__).parent / "presets"
+PARTS = ("model", "data", "optimizer", "train")
 Function = Callable[..., int | None]
 
 
@@ -35,7 +36,7 @@ def call(name: str, function: Function, examples: str, args: list[str]) -> int |
     with_config = "config" in signature.parameters
     try:
         values = parser.parse_args(_recipe_first(args, models=name == "plan") if with_config else args)
-    except ArgumentError as e:
+    except (ArgumentError, UnicodeDecodeError) as e:
         raise UserError(_explain(name, e, [*parser.get_defaults().keys(), *signature.parameters])) from None
     positional: list[Any] = []
     flags: dict[str, Any] = {}
@@ -96,7 +97,7 @@ def _recipe_first(args: list[str], models: bool = False) -> list[str]:
     if args and models and not args[0].startswith("-") and args[0] not in presets() and ".y" not in args[0]:
         first, rest = [*_model(args[0])], args[1:]
     elif args and not args[0].startswith("-"):
-        first, rest = ["--config", str(recipe(args[0]))], args[1:]
+        first, rest = ["--config", _settings(recipe(args[0]))], args[1:]
     for k, arg in enumerate(rest):
         if arg == "--resume" or arg.startswith("--resume="):
             folder = Path(arg.partition("=")[2] or "".join(rest[k + 1 : k + 2]))
@@ -105,8 +106,26 @@ def _recipe_first(args: list[str], models: bool = False) -> list[str]:
             kept = [f / "config.yaml" for f in (folder, folder.parent.parent)]  # a run, or one checkpoint of it
             if not any(path.is_file() for path in kept):
                 raise UserError(f"no run to resume in {str(folder)!r}: give a folder made by `foamlab train`")
-            first = ["--config", str(next(path for path in kept if path.is_file()))]
+            first = ["--config", _settings(next(path for path in kept if path.is_file()))]
     return first + rest
+
+
+def _settings(path: Path) -> str:
+    """The path as text, of a file that holds settings in YAML; jsonargparse does not say what is wrong with others."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as e:
+        raise UserError(f"cannot read the settings in {path}: {e}; it must be YAML, in UTF-8") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no settings; `foamlab presets demo` shows what they look like")
+    for part in PARTS:
+        if not isinstance(content.get(part, {}), dict):
+            raise UserError(
+                f"{path}: {part} must hold settings, indented below it, got {content[part]!r}; or leave it out"
+            )
+    return str(path)
 
 
 def _model(name: str) -> list[str]:
@@ -139,9 +158,13 @@ def recipe(name: str) -> Path:
 
 def _config(values: Any) -> RunConfig:
     """jsonargparse's namespace as dataclasses."""
-    parts = {
-        part: type(getattr(RunConfig(), part))(**vars(values[part])) for part in ("model", "data", "optimizer", "train")
-    }
+    parts = {}
+    for part in PARTS:
+        own = getattr(RunConfig(), part)
+        for key, value in vars(values[part]).items():
+            if value is None and (default := getattr(own, key)) is not None:  # jsonargparse lets null through
+                raise UserError(f"{part}.{key} is empty: give it a value, or leave it out for {default!r}")
+        parts[part] = type(own)(**vars(values[part]))
     return RunConfig(**parts, out=values.out)
 
 
@@ -157,6 +180,11 @@ def _explain(name: str, error: Exception, keys: Iterable[str]) -> str:
     text = " ".join(str(error).split())
     found = UNKNOWN.search(text)
     if not found:
+        text = re.sub(r'^Parser key "(.+?)"', r"\1", text)
+        text = re.sub(
+            r"Does not validate.*?Subtypes: \[(.*)\] Errors: .*Given value: ", r"Expected one of \1. Got value: ", text
+        )
+        text = re.sub(r"<class '(\w+)'>", r"\1", text).replace("typing.Literal", "one of ").replace("NoneType", "null")
         return f"{text} (see `foamlab {name} --help`)"
     word = found["word"] or found["option"] or f"{found['group']}.{found['key']}"
     if found["word"] and not word.startswith("-"):

@@ -191,7 +191,7 @@ def read_run(folder: Path | str) -> Run:
     path = folder / "run.json"
     try:
         info = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"no run in {folder}: {path.name} is missing; give a folder made by `foamlab train`") from None
     except (OSError, ValueError) as e:
         raise UserError(f"cannot read {path}: {e}") from None

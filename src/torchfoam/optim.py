@@ -160,7 +160,7 @@ class FOAM(Optimizer):
                 raise ValueError(
                     f"cannot use rule 'muon' on shape {tuple(p.shape)}: only matrices can be orthogonalised"
                 )
-            if self.backend is not None:
+            if self.backend is not None and not p.is_meta:  # where it will live is not known yet; `step` asks again
                 choose(self.backend, p, merged)
 
     def _ensure_state(self, all_parameters: bool = False) -> None:

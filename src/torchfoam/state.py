@@ -37,7 +37,7 @@ def new_state(p: Tensor, group: Mapping[str, Any], device: str | None = None) ->
 def check_kept(
     p: Tensor, kept: Mapping[str, Tensor], group: Mapping[str, Any], widths: dict[int, dict[str, int]]
 ) -> None:
-    """Raise ValueError if `kept` was made for another rule, level, kind of state or shape than p and its group now have.
+    """Raise ValueError if `kept` was made for another rule, level, kind of state or shape than p and its group have.
 
     A step would mix the two: a row's one moment, say, broadcasts over blocks without a word. `widths` is the caller's,
     empty at first: C -> what each moment's width should be, worked out once a group.

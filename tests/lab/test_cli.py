@@ -123,6 +123,11 @@ def test_a_dry_run_of_a_rival_shows_its_groups(capsys):
     assert f"{1_840_256 * 8 + 39 * 4:,} of optimizer state" in shown
 
 
+def test_a_dry_run_takes_a_named_backend(capsys):
+    assert main(["train", "demo", "--dry_run", "--optimizer.options.backend", "cpu"]) == 0
+    assert "backend: cpu" in capsys.readouterr().out
+
+
 def test_a_settings_file_cannot_run_code(desk, capsys):
     """jsonargparse can import and call what a file names; here a file is data."""
     call = {"class_path": "pathlib.Path.touch", "init_args": {"self": "owned"}}
@@ -142,8 +147,14 @@ WRONG = {
     "train --train.step 3": r"unknown setting --train\.step: did you mean --train\.steps\?",
     "train group.yaml": r"unknown setting train\.stepz: did you mean train\.steps\?",
     "train top.yaml": r"unknown setting trian\.steps: did you mean train\.steps\?",
-    "train broken.yaml": "parsing",
-    "train --train.steps many": r"train\.steps.*many",
+    "train broken.yaml": r"cannot read the settings in broken\.yaml: .*line 3",
+    "train latin.yaml": r"cannot read the settings in latin\.yaml: .*it must be YAML, in UTF-8",
+    "train --config latin.yaml": "codec can't decode",
+    "train empty.yaml": r"empty\.yaml holds no settings",
+    "train section.yaml": r"section\.yaml: train must hold settings, indented below it, got None; or leave it out",
+    "train null.yaml --dry_run": r"train\.steps is empty: give it a value, or leave it out for 400",
+    "train --train.steps many": r"error: train\.steps: Expected a int\. Got value: many",
+    "train --optimizer.lr fast": r"optimizer\.lr: Expected one of float, null\. Got value: fast",
     "train --train.precision float16": "float16",
     "train --model.name": r"--model\.name: expected one argument",
     "train demo stdlib": "unexpected argument 'stdlib'",
@@ -171,6 +182,10 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(words, desk, capsys):
     (desk / "group.yaml").write_text("train:\n  stepz: 3\n")
     (desk / "top.yaml").write_text("trian:\n  steps: 3\n")
     (desk / "broken.yaml").write_text("train:\n  steps: [\n")
+    (desk / "latin.yaml").write_bytes("out: é".encode("latin-1"))
+    (desk / "empty.yaml").write_text("# nothing\n")
+    (desk / "section.yaml").write_text("train:\n#  steps: 3\n")
+    (desk / "null.yaml").write_text("train:\n  steps: null\n")
     before = sorted(desk.iterdir())
     assert main(words.split()) == 2
     out, err = capsys.readouterr()
