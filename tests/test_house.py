@@ -104,7 +104,7 @@ def reaches(target: str, top: bool) -> set[str]:
 
 
 def test_what_reads_run_folders_needs_no_torch():
-    assert not {"config", "record", "stats", "summary", "plots", "report"} & reaches("torch", top=False)
+    assert not {"config", "record", "stats", "summary", "plots", "report", "contestpage"} & reaches("torch", top=False)
 
 
 def test_help_imports_nothing_heavy():

@@ -93,10 +93,13 @@ def _run(command: str, config: RunConfig, begin: Callable[[], Any], jobs: int, r
     """Run a contest, new or resumed, and tell what came of it."""
     from . import sweep
     from .board import board, tell
+    from .contest import FILE
+    from .contestpage import report
 
     folder = Path(resume or config.out or f"runs/{command}")
     with board() as on_event:
         end = sweep.go_on(config, folder, jobs, on_event) if resume else sweep.start(begin(), folder, jobs, on_event)
     interrupted = end["status"] == "interrupted"
-    tell(end, folder, f"foamlab {command} --resume {folder}" if interrupted else "")
+    written = [folder / FILE, *report([folder], folder / "report.html")]
+    tell(end, written, f"foamlab {command} --resume {folder}" if interrupted else "")
     return INTERRUPTED if interrupted else 0

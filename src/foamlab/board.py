@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,7 +14,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from .contest import FILE
 from .standings import table
 
 Event = Mapping[str, Any]
@@ -31,15 +30,15 @@ def board(stream: TextIO | None = None) -> Iterator[Callable[[Event], None]]:
         yield Picture(console, live)
 
 
-def tell(contest: Mapping[str, Any], folder: Path, again: str = "", stream: TextIO | None = None) -> None:
-    """The end of a contest, on `stream` (stdout): its table, verdicts and cautions, and how to go on if it is not."""
+def tell(contest: Mapping[str, Any], written: Sequence[Path], again: str = "", stream: TextIO | None = None) -> None:
+    """The end of a contest, on `stream` (stdout): its table, verdicts and cautions, how to go on."""
     console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
     head, *rows = table(contest["results"])
     widths = [max(map(len, column)) for column in zip(head, *rows)]
     lines = ["  ".join(f"{x:<{w}}" for x, w in zip(row, widths)).rstrip() for row in (head, *rows)]
     for title, said in (("What can be said", contest["verdicts"]), ("What cannot be concluded", contest["cautions"])):
         lines += ["", f"{title}:", *(f"  {sentence}" for sentence in said)] if said else []
-    console.print(Text("\n".join(["", *lines, "", f"wrote {folder / FILE}"])))
+    console.print(Text("\n".join(["", *lines, "", *(f"wrote {path}" for path in written)])))
     if again:
         console.print(Text(f"interrupted; to go on: {again}", style="bold yellow"))
 

@@ -59,6 +59,7 @@ def plan(
     gpus: int = 1,
     check: bool = False,
     chart: bool = False,
+    rivals: bool = False,
     json: bool = False,
     write: str = "",
 ) -> int:
@@ -69,6 +70,7 @@ def plan(
         gpus: data-parallel processes that share the batch.
         check: also take two real steps here and compare (on train.device).
         chart: show weights and optimizer state as the paper's memory chart counts them instead.
+        rivals: list the optimizers of other packages too (importing them takes seconds).
         json: print everything as JSON.
         write: files to write, separated by commas: .html, .json, .yaml (settings that fit), .png, .svg, .pdf.
     """
@@ -93,7 +95,7 @@ def plan(
         sizes = fit.chart(planner, config)
         print(dumps(sizes) if json else _table(("", "GB"), [(k, f"{v / 1e9:.1f}") for k, v in sizes.items()]))
         return 0
-    answer = fit.fit(planner, config)
+    answer = fit.fit(planner, config, rivals)
     settings = plain(answer.mildest.config) if answer.mildest else {}
     print(dumps({**answer.as_dict(), "settings": settings}) if json else planview.text(answer, sys.stdout.isatty()))
     for path in filter(None, write.split(",")):
@@ -174,22 +176,23 @@ def presets(name: str = "", /) -> None:
 def report(
     *runs: Path, out: Path = Path("report.html"), static: str = "", tables: bool = False, target: float = 0
 ) -> None:
-    """Compare runs: a table here, and one self-contained HTML page with curves, memory and settings.
+    """Compare runs, or tell of a contest: a table here, and one self-contained HTML page with charts and settings.
 
     Args:
-        runs: run folders.
+        runs: run folders, or the folder of one contest or ablation.
         out: the page; it needs no network to be read.
         static: also write the charts as pictures: png, svg, pdf, separated by commas.
         tables: also write the figures as CSV.
-        target: loss whose cost in steps and seconds is told; 0 means the highest final loss of the finished runs.
+        target: loss whose cost is told; 0 means the highest final loss of the runs, in a contest that of adamw.
     """
-    from .report import compare_table
-    from .report import report as write
+    from . import contestpage
+    from . import report as runspage
 
-    rows = compare_table(runs)
+    page = contestpage if contestpage.given(runs) else runspage
+    rows = page.compare_table(runs)
     print(_table(*_turned(rows)) if len(rows) <= 5 else _table(rows[0], rows[1:]))
     kinds = [kind for kind in static.split(",") if kind]
-    for path in write(runs, out, static=kinds, tables=tables, target=target or None):
+    for path in page.report(runs, out, static=kinds, tables=tables, target=target or None):
         print(f"wrote {path}")
 
 
@@ -327,7 +330,11 @@ COMMANDS: dict[str, Command] = {
         "foamlab study convergence\nfoamlab study convergence --levels 3,row --longest 11 --seeds 4 --out runs/study",
         study,
     ),
-    "report": Command("write an HTML page about runs", "foamlab report runs/* --out report.html", report),
+    "report": Command(
+        "write an HTML page about runs or a contest",
+        "foamlab report runs/* --out report.html\nfoamlab report runs/contest --static png --tables",
+        report,
+    ),
 }
 
 

@@ -61,6 +61,7 @@ def _plotly_curves(chart: Curves, layout: dict[str, Any]) -> dict[str, Any]:
         layout["xaxis"] |= {"type": "log", "rangemode": "normal", "dtick": math.log10(2)}
     if chart.x:
         layout["xaxis"] |= {"tickvals": chart.ticks, "ticktext": [f"{x:.3g}" for x in chart.ticks]}
+        layout["xaxis"]["tickangle"] = 0
     if chart.log:
         layout["yaxis"] |= {"exponentformat": "power", "minor": {"ticks": "outside"}, "nticks": 6}
     if chart.window and not chart.log:
@@ -87,7 +88,7 @@ def _plotly_curves(chart: Curves, layout: dict[str, Any]) -> dict[str, Any]:
         if line.look == "points":
             trace["marker"] = {"symbol": MARKERS[look.marker][0], "size": 7}
         if line.look == "lost":
-            trace["marker"] = {"symbol": "x-thin-open", "size": 8, "color": line.color, "line": {"width": 2}}
+            trace["marker"] = {"symbol": "asterisk-open", "size": 9, "color": line.color, "line": {"width": 2}}
             trace["hovertemplate"] = "%{fullData.name}<br>at %{x:,.6~g}<extra></extra>"
         data.append(trace)
     return {"data": data, "layout": layout}
@@ -104,9 +105,13 @@ def _band(line: Line, axis: str) -> dict[str, Any]:
         "y": _json([*line.high, *reversed(line.low)]),
         "meta": {"run": line.run, "x": around},
         "fill": "toself",
-        "fillcolor": "rgba({}, {}, {}, 0.2)".format(*(int(line.color[i : i + 2], 16) for i in (1, 3, 5))),
+        "fillcolor": _pale(line.color, 0.2),
         "hoverinfo": "skip",
     }
+
+
+def _pale(color: str, opacity: float) -> str:
+    return "rgba({}, {}, {}, {})".format(*(int(color[i : i + 2], 16) for i in (1, 3, 5)), opacity)
 
 
 def _marked(point: Point) -> dict[str, Any]:
@@ -145,7 +150,7 @@ def _plotly_frontier(chart: Frontier, layout: dict[str, Any]) -> dict[str, Any]:
     (left, right), (low, high) = chart.span, chart.window
     tall = max(416, 120 + 18 * len(chart.points))
     front = [*chart.front, chart.front[-1]._replace(x=right)]
-    line = {"color": GREY, "width": 1.5, "shape": "hv", "dash": "dash"}
+    line = {"color": GREY, "width": 2.5, "shape": "hv", "dash": "dash"}
     data: list[dict[str, Any]] = [{"type": "scatter", "mode": "lines", "line": line, "hoverinfo": "skip"}]
     data[0] |= {"x": _json([p.x for p in front]), "y": _json([p.y for p in front])}
     names = []
@@ -157,7 +162,7 @@ def _plotly_frontier(chart: Frontier, layout: dict[str, Any]) -> dict[str, Any]:
         data.append({**trace, "error_y": {**reach, "color": color, "thickness": 1.2}, "hovertemplate": said})
         name = {"text": label, "x": math.log10(p.x), "y": p.y, "ax": math.log10(right), "ay": y, "font": {"size": 12}}
         name |= {"axref": "x", "ayref": "y", "xanchor": "left", "align": "left", "standoff": 7, "borderpad": 0}
-        names.append(name | {"showarrow": True, "arrowhead": 0, "arrowwidth": 0.8, "arrowcolor": color})
+        names.append(name | {"showarrow": True, "arrowhead": 0, "arrowwidth": 0.8, "arrowcolor": _pale(color, 0.6)})
     wide = 14 + 7 * max(len(p.label) for p in chart.points)
     layout |= {
         "height": tall,

@@ -83,11 +83,11 @@ def mark(index: int) -> str:
     )
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are HTML already: <td> and <th> with what they hold."""
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], tight: bool = False) -> str:
+    """Cells are HTML already: <td> and <th> with what they hold. `tight`: as narrow as their words."""
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
     top = f"<thead><tr>{''.join(head)}</tr></thead>" if head else ""
-    return f'<div class="scroll" tabindex="0"><table>{top}<tbody>{body}</tbody></table></div>'
+    return f'<div class="scroll{" tight" * tight}" tabindex="0"><table>{top}<tbody>{body}</tbody></table></div>'
 
 
 def heads(names: Iterable[str]) -> list[str]:

@@ -37,11 +37,11 @@ def save(chart: Chart, path: Path, axis: str = "steps") -> None:
         down = -(-len(chart.charts) // across)
         figure = Figure(figsize=(2.6 * across, 0.5 + 2 * down), layout="constrained")
         figure.suptitle(chart.title, x=0.01, ha="left")
-        grid = figure.subplots(down, across, squeeze=False).flat
+        grid = list(figure.subplots(down, across, squeeze=False).flat)
         for axes, part in zip(grid, chart.charts):
             axes.set_title(_plain(part.title), loc="left", fontsize="small")
             _draw(axes, part, axis, small=True)
-        for axes in list(grid)[len(chart.charts) :]:
+        for axes in grid[len(chart.charts) :]:
             axes.set_axis_off()
     else:
         figure = Figure(figsize=(8, _height(chart)), layout="constrained")
@@ -82,7 +82,7 @@ def _draw_curves(axes: Any, chart: Curves, axis: str, small: bool) -> None:
         look = style(line.run)
         kind: dict[str, Any] = {}
         if line.look in ("points", "lost"):
-            kind = {"marker": "x" if line.look == "lost" else MARKERS[look.marker][1], "markersize": 4}
+            kind = {"marker": (8, 2, 0) if line.look == "lost" else MARKERS[look.marker][1], "markersize": 4}
         dash = {"grey": ":", "lost": ""}.get(line.look, DASHES[look.dash][1])
         axes.plot(
             line.x[axis],
@@ -134,13 +134,13 @@ def _draw_dots(axes: Any, chart: Dots) -> None:
 def _draw_frontier(axes: Any, chart: Frontier) -> None:
     (left, right), gap = chart.span, 0.2 / _height(chart)
     front = [*chart.front, chart.front[-1]._replace(x=right)]
-    axes.step([p.x for p in front], [p.y for p in front], color=GREY, where="post", linestyle="--", linewidth=1.2)
+    axes.step([p.x for p in front], [p.y for p in front], color=GREY, where="post", linestyle="--", linewidth=2)
     for p, y in zip(chart.points, chart.places(gap)):
         look = style(p.run)
         axes.errorbar([p.x], [p.y], yerr=_reach(p), color=look.color, marker=MARKERS[look.marker][1], capsize=3)
         axes.annotate(
             _plain(p.label), (p.x, p.y), (1.01, y), textcoords=("axes fraction", "data"), fontsize="small", va="center",
-            arrowprops={"arrowstyle": "-", "color": look.color, "linewidth": 0.6, "shrinkB": 5},
+            arrowprops={"arrowstyle": "-", "color": look.color, "linewidth": 0.6, "alpha": 0.6, "shrinkB": 5},
         )  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.3g}")

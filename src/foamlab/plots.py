@@ -47,7 +47,7 @@ class Line:
     """One curve of run number `run`: y over each axis of AXES, or over its chart's own; NaN is a gap.
 
     `look`: "points" has a marker at each point, "plain" has none, "faint" is thin and pale beside these, "grey" is
-    there to be compared with, "lost" are crosses without a line. `low`, `high`: a band around it.
+    there to be compared with, "lost" are stars without a line. `low`, `high`: a band around it.
     """
 
     run: int
@@ -82,9 +82,9 @@ class Curves:
 
     @property
     def ticks(self) -> list[float]:
-        """Where the lines have points: at most five, of an axis of its own."""
+        """Where the lines have points: at most three, of an axis of its own."""
         values = sorted({x for line in self.lines for x in line.x[self.x] if math.isfinite(x)})
-        return values[:: -(-len(values) // 5)] if values else []
+        return values[:: -(-len(values) // 3)] if values else []
 
 
 @dataclass(frozen=True)

@@ -307,7 +307,7 @@ def cost_table(named: Iterable[tuple[str, Sequence[Summary]]], goal: float, why:
             cells.append(f"<td>{told}{few}</td>")
         rows.append([heading, *cells])
     said = f"<p>Cost of reaching {goal:.4f}, {escape(why)}; linear between evaluations.</p>"
-    return said + table(heads(("", *plots.AXES)), rows)
+    return said + table(heads(("", *plots.AXES)), rows, tight=True)
 
 
 def _note(chart: plots.Chart, runs: Sequence[Summary]) -> str:

@@ -104,12 +104,10 @@ def _cautions(
             f"Rates were chosen with seed {contest['seeds'][0]}, which counts among the seeds: an arm that tried more "
             "values is a little favoured."
         )
+    ends = [f"{row['arm']} ({key} {row['point'][key]:.4g})" for row in rows for key in row["edge"]]
+    if ends:
+        said.append(f"A better value may lie beyond what was tried, the best is at its edge: {', '.join(ends)}.")
     for row in rows:
-        if row["edge"]:
-            at = ", ".join(f"{key} {row['point'][key]:.4g}" for key in row["edge"])
-            said.append(
-                f"{row['arm']}: the best value is at the edge of what was tried ({at}): a better one may lie beyond."
-            )
         if row["status"] in ("stopped", "diverged"):
             said.append(f"{row['arm']}: no run finished ({row['status']}: {row['why']}).")
     names = [run.optimizer for run in runs if tuned]

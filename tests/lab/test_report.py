@@ -286,14 +286,19 @@ PROBE = """<script>
 const problems = [];
 addEventListener("error", (e) => problems.push(e.message));
 addEventListener("securitypolicyviolation", (e) => problems.push("blocked " + e.blockedURI));
-const crosses = (a, b) => {
+const crosses = (a, b, room = 0) => {
   const [p, q] = [a, b ?? document.head].map((e) => e.getBoundingClientRect());
-  return p.left < q.right && q.left < p.right && p.top < q.bottom && q.top < p.bottom;
+  return p.left < q.right && q.left < p.right && p.top + room < q.bottom && q.top + room < p.bottom;
+};
+const overlapping = (h) => {
+  const texts = [...h.querySelectorAll(".xtick text, .ytick text, .annotation text")].filter((t) => t.textContent);
+  const pairs = texts.flatMap((a, i) => texts.slice(i + 1).filter((b) => crosses(a, b, 3)).map((b) => [a, b]));
+  return pairs.map((pair) => pair.map((t) => t.textContent).join(" on "));
 };
 drawn.then(async () => {
-  document.querySelector("[data-axis=tokens]").click();
-  document.querySelector(".log").click();
-  document.querySelector(".chip").click();
+  document.querySelector("[data-axis=tokens]")?.click();
+  document.querySelector(".log")?.click();
+  document.querySelector(".chip")?.click();
   await new Promise((done) => setTimeout(done, 500));
   const wide = document.documentElement.clientWidth;
   const outside = [...document.querySelectorAll("body *")].filter((e) => !e.closest(".scroll table, script"))
@@ -301,7 +306,9 @@ drawn.then(async () => {
   const charts = holders.map((h) => ({
     name: h.dataset.chart,
     traces: h.querySelectorAll(".scatterlayer .trace path.js-line, .barlayer .trace .point").length,
-    title: h.querySelector(".xtitle").textContent,
+    marks: h.querySelectorAll(".scatterlayer .point, .barlayer .point, .heatmaplayer image").length,
+    overlaps: overlapping(h),
+    title: h.querySelector(".xtitle")?.textContent,
     crossed: [...h.querySelectorAll(".ytick text")].filter((t) => crosses(t, h.querySelector(".ytitle"))).length,
     height: chartOf(h).getBoundingClientRect().height,
     svg: h.querySelector("svg.main-svg").getBoundingClientRect().width / chartOf(h).getBoundingClientRect().width,
@@ -339,7 +346,7 @@ def test_page_in_a_browser(tmp_path: Path, pair: list[Path]) -> None:
         assert [chart["name"] for chart in frame["charts"]] == ["loss", "lr", "grad-norm", "memory"]
         for chart in frame["charts"]:
             assert chart["traces"] >= 2 and chart["height"] > 150 and chart["svg"] == pytest.approx(1, abs=0.02), chart
-            assert chart["crossed"] == 0, chart
+            assert chart["crossed"] == 0 and chart["overlaps"] == [], chart
             assert chart["title"] == ("MB" if chart["name"] == "memory" else "tokens seen")
 
 
