@@ -128,14 +128,13 @@ class Training:
 
     # ------------------------------------------------------------------ the loop
 
-    def go(self) -> Result:
-        """Take the remaining steps, and close the record however that ends."""
+    def go(self, asked: Callable[[], bool]) -> Result:
+        """Take the remaining steps, until `asked` to stop, and close the record however that ends."""
         status = "failed"
         fields: dict[str, Any] = {}
         try:
             machine.reset_peak(self.world.device)
-            with machine.stop_requests() as asked:
-                finished = self.loop(asked)
+            finished = self.loop(asked)
             result = self.result(finished)
             status, fields = result.status, {"result": result.summary(), "bytes": result.bytes}
         except KeyboardInterrupt:

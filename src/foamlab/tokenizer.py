@@ -25,6 +25,7 @@ EOS, PAD = "<|eos|>", "<|pad|>"
 KNOWN_EOS = (EOS, "</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]")
 KNOWN_PAD = (PAD, "<pad>", "[PAD]", "<|finetune_right_pad_id|>")
 LARGEST = 2**32  # token files hold at most 32 bits an id
+LARGEST_BPE = 2**20  # a trainer sets aside some 70 bytes for each, and ends the process where it cannot
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
 CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
 
@@ -91,8 +92,8 @@ def identify(spec: str) -> dict[str, Any]:
         return {"kind": "bytes"}
     kind, _, size = spec.partition(":")
     if kind == "bpe":
-        if not size.isdecimal() or not 258 <= int(size) <= LARGEST:
-            raise UserError(f"tokenizer {spec!r}: write bpe:SIZE with a size from 258 (256 bytes + 2) to 2^32")
+        if not size.isdecimal() or not 258 <= int(size) <= LARGEST_BPE:
+            raise UserError(f"tokenizer {spec!r}: write bpe:SIZE with a size from 258 (256 bytes + 2) to 2^20")
         return {"kind": "bpe", "size": int(size)}
     path = Path(spec).expanduser()
     if not path.exists():

@@ -89,8 +89,9 @@ def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = 
             run = Training(config, world, corpus, model, optimizers.build(config.optimizer, model), emit)
             if resume is not None:
                 run.restore(source, saved)
-            run.open(folder, (lambda: folder) if resume is not None else (lambda: new_folder(config)))
-            return run.go()
+            with machine.stop_requests() as asked:
+                run.open(folder, (lambda: folder) if resume is not None else (lambda: new_folder(config)))
+                return run.go(asked)
         except (MemoryError, RuntimeError) as e:
             if not fit.out_of_memory(e):
                 raise

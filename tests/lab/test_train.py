@@ -160,6 +160,15 @@ def test_second_ctrl_c_aborts(home: Path, tmp_path: Path) -> None:
     assert checkpoint.found(tmp_path / "run") == []
 
 
+def test_ctrl_c_before_the_first_step_saves_too(home: Path, tmp_path: Path) -> None:
+    def on_event(event: dict[str, Any]) -> None:
+        if event["kind"] == "start":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert train(small.config(home, tmp_path / "run"), on_event=on_event).status == "interrupted"
+    assert checkpoint.load(checkpoint.found(tmp_path / "run")[-1])["step"] == 1
+
+
 def child(home: Path, out: Path, body: str, *before: str, **environment: str) -> subprocess.Popen:
     """A process of its own that runs `body` with `config`, `train` and the modules at hand."""
     script = (
