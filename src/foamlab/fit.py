@@ -58,8 +58,10 @@ class Fit:
         return plans | {key: getattr(self, key) for key in keys}
 
 
-def fit(planner: Planner, config: RunConfig) -> Fit:
+def fit(planner: Planner, config: RunConfig, everything: bool = False) -> Fit:
     """Plan a run, and find the mildest changes with which it fits the planner's card.
+
+    `everything`: compare also with the optimizers of other packages, whose imports take seconds.
 
     Raises:
         UserError: what `plan` raises.
@@ -71,7 +73,7 @@ def fit(planner: Planner, config: RunConfig) -> Fit:
         rows, sequence = most_rows(planner, mildest.config), longest(planner, mildest.config)
     gpus = {n: sharded(planner, config, n) for n in (2, 4, 8) if config.train.batch >= n}
     changes = differences(asked.config, mildest.config) if mildest else []
-    return Fit(asked, mildest, changes, why, rows, sequence, rivals(planner, asked), gpus)
+    return Fit(asked, mildest, changes, why, rows, sequence, rivals(planner, asked, everything), gpus)
 
 
 # ---------------------------------------------------------------------------------------------- the mildest change
@@ -236,13 +238,17 @@ def sharded(planner: Planner, config: RunConfig, gpus: int) -> int:
     return int(kept + whole + moving)
 
 
-def rivals(planner: Planner, asked: Plan) -> list[dict[str, Any]]:
-    """The run under every optimizer at its defaults, without what the step itself needs for a while.
+def rivals(planner: Planner, asked: Plan, everything: bool) -> list[dict[str, Any]]:
+    """The run under each optimizer at its defaults, without what the step itself needs for a while.
+
+    Those of other packages are left out, unless asked for or `everything` is.
 
     One that cannot be had here, or not with the run's other settings, is left out.
     """
     rows = []
-    for name in optimizers.OPTIMIZERS:
+    for name, entry in optimizers.OPTIMIZERS.items():
+        if entry.install and not everything and name != asked.config.optimizer.name:
+            continue
         try:
             options = {"from_scratch": True} if name == "lora" else {}
             plan = planner.plan(replace(asked.config, optimizer=OptimizerConfig(name, options=options)), step=False)

@@ -199,7 +199,7 @@ class Planner:
         return replace(config, optimizer=optimizers.resolve(config.optimizer), train=train)
 
     def model(self, config: RunConfig) -> Any:
-        """The model on the meta device, with adapters where the optimizer adds them."""
+        """The model on the meta device, with adapters where the optimizer adds them; checkpointing as last set."""
         adapters = repr(config.optimizer.options) if config.optimizer.name == "lora" else ""
         key = ("model", config.train.precision == "bfloat16", config.data.sequence, adapters)
         if key not in self._cache:
@@ -207,9 +207,6 @@ class Planner:
             if adapters:
                 optimizers.build(with_options(config.optimizer, from_scratch=True), model)
             self._cache[key] = model.train()
-        if self._cache.get((key, "checkpointing"), False) != config.model.checkpointing:
-            switch_checkpointing(self._cache[key], config.model.checkpointing)
-            self._cache[key, "checkpointing"] = config.model.checkpointing
         return self._cache[key]
 
     def positions(self, config: RunConfig) -> int:
@@ -250,17 +247,20 @@ class Planner:
     def passes(self, config: RunConfig) -> simulate.Peak:
         """The fullest moment of the forward and backward passes."""
         t = config.train
-        rows = t.batch // self.gpus
+        rows, model = t.batch // self.gpus, self.model(config)
         many = rows > t.micro_batch
         own = repr(config.optimizer) if t.release else ""
-        key = ("passes", id(self.model(config)), t.precision, config.model.checkpointing, t.micro_batch,
+        key = ("passes", id(model), t.precision, config.model.checkpointing, t.micro_batch,
                config.data.sequence, many, t.chunked_loss, own)  # fmt: skip
         if key not in self._cache:
             loss = partial(loss_fn, chunk=t.chunked_loss)
             release = self.optimizer(config).each if t.release else None
+            if self._cache.get(("checkpointing", id(model)), False) != config.model.checkpointing:
+                switch_checkpointing(model, config.model.checkpointing)
+                self._cache["checkpointing", id(model)] = config.model.checkpointing
             try:
                 self._cache[key] = simulate.passes(
-                    self.model(config), loss, t.micro_batch, config.data.sequence, mixed=t.precision == "mixed",
+                    model, loss, t.micro_batch, config.data.sequence, mixed=t.precision == "mixed",
                     accumulate=many, release=release, device=self.device,
                 )  # fmt: skip
             except (RuntimeError, NotImplementedError, TypeError) as e:

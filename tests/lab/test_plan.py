@@ -306,7 +306,7 @@ def test_the_command(tmp_path, capsys):
 
 
 def test_the_command_without_a_card_and_with_an_impossible_one(monkeypatch, capsys):
-    monkeypatch.setattr(fit, "rivals", lambda planner, asked: [])
+    monkeypatch.setattr(fit, "rivals", lambda planner, asked, everything: [])
     assert cli.main(["plan", "llama-1m", "--data.sequence", "64", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["asked"]["device"] == "cpu"
     assert cli.main(["plan", "llama-7b", "--chart", "--json"]) == 0
