@@ -14,19 +14,8 @@ from typing import Any
 from . import figures, plots
 
 
-def frame(
-    title: str,
-    made: str,
-    headline: str,
-    others: Iterable[str],
-    main: str,
-    charts: Iterable[plots.Chart],
-    legend: bool = False,
-) -> str:
-    """The page: texts in words, `main` in HTML, and the charts for whose places `main` has figures.
-
-    `legend`: below each chart, for a page without `bars`.
-    """
+def frame(title: str, made: str, headline: str, others: Iterable[str], main: str, charts: Iterable[plots.Chart]) -> str:
+    """The page: texts in words, `main` in HTML, and the charts for whose places `main` has figures."""
     from plotly.offline import get_plotlyjs  # half a second, which the terminal's table need not wait for
 
     drawn: dict[str, Any] = {}
@@ -35,9 +24,6 @@ def frame(
             drawn |= {c.name: figures.plotly(c, small=True) for c in chart.charts}
         else:
             drawn[chart.name] = figures.plotly(chart)
-            if legend:
-                below = {"orientation": "h", "x": 0, "y": -0.16, "yanchor": "top"}
-                drawn[chart.name]["layout"] |= {"showlegend": True, "legend": below}
     slots = {
         "title": escape(title),
         "made": escape(made),
@@ -105,8 +91,8 @@ def row_head(name: str) -> str:
 
 
 def plain(tree: Mapping[str, Any]) -> str:
-    """A row a key; {} without any."""
-    return table([], ([row_head(name), *texts([value])] for name, value in tree.items()))
+    """A row a key; empty without any."""
+    return table([], ([row_head(name), *texts([value])] for name, value in tree.items())) if tree else ""
 
 
 def bars(labels: Sequence[str], known: Iterable[str], what: str = "run") -> str:
@@ -128,14 +114,20 @@ def bars(labels: Sequence[str], known: Iterable[str], what: str = "run") -> str:
     )
 
 
-def figure(chart: plots.Chart, said: str = "", log: bool = False) -> str:
-    """A place for the chart, with its title and what the eye should know; `log`: a button for a logarithmic y."""
+def figure(chart: plots.Chart, said: str = "", log: bool = False, legend: bool = False) -> str:
+    """A place for the chart, with its title and what the eye should know.
+
+    `log`: a button for a logarithmic y. `legend`: the names of its lines, for a page without `bars`.
+    """
     if isinstance(chart, plots.Panels):
         panels = "".join(map(figure, chart.charts))
         return f'<section><h3>{escape(chart.title)}</h3>{note(said)}<div class="panels">{panels}</div></section>'
     button = '<button class="log" aria-pressed="false">log</button>' if log else ""
-    title = escape(chart.title)
+    title, names = escape(chart.title), ""
+    if legend and isinstance(chart, plots.Curves):
+        names = "".join(f"<span>{mark(line.run)} {escape(line.label)}</span>" for line in chart.lines)
+        names = f'<p class="legend">{names}</p>'
     return (
         f'<figure data-chart="{chart.name}" class="{type(chart).__name__.lower()}"><figcaption><h3>{title}</h3>{button}'
-        f'{note(said)}</figcaption><div class="chart" role="img" aria-label="{title}"></div></figure>'
+        f'{note(said)}{names}</figcaption><div class="chart" role="img" aria-label="{title}"></div></figure>'
     )

@@ -356,11 +356,13 @@ def page(study: Study, facts: dict[str, Any]) -> str:
     """A self-contained page that asks the network for nothing."""
     head, *body = table(study)
     told = study.settings
+    rows = [
+        [f'<th scope="row">{escape(part)}</th>', *frame.texts([arm]), *(f"<td>{escape(cell)}</td>" for cell in cells)]
+        for part, arm, *cells in body
+    ]
     main = [
-        frame.table(
-            frame.heads(head), ([f'<th scope="row">{escape(first)}</th>', *frame.texts(rest)] for first, *rest in body)
-        ),
-        *map(frame.figure, charts(study)),
+        frame.table(frame.heads(head), rows, tight=True),
+        *(frame.figure(chart, legend=True) for chart in charts(study)),
         f"<h2>Made by</h2><pre>{escape(json.dumps({**facts, 'settings': told}, indent=1))}</pre>",
     ]
     said = (
@@ -368,9 +370,8 @@ def page(study: Study, facts: dict[str, Any]) -> str:
         "Hidden: the share of the last quarter's squared gradient that block means cannot see.",
     )
     title = "Squared gradient norm against the length of the run"
-    return frame.frame(
-        "Convergence", "foamlab study convergence", title, said, "\n".join(main), charts(study), legend=True
-    )
+    made = "foamlab study convergence"
+    return frame.frame("Convergence", made, title, said, "\n".join(main), charts(study))
 
 
 def levels_of(text: str) -> list[int | str]:

@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from test_report import CHROMIUM, FRAMES, PROBE, browse
 
 from foamlab import study
 from foamlab.cli import main
@@ -129,3 +130,14 @@ def test_mistakes_are_one_line(words, says, capsys):
     assert main(["study", *words]) == 2
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed: the page is not opened in a browser")
+def test_the_page_in_a_browser(tmp_path):
+    found = study.convergence((2, "row"), LENGTHS, seeds=2)
+    (tmp_path / "page.html").write_text(study.page(found, {}).replace("</body>", PROBE), encoding="utf-8")
+    (tmp_path / "frames.html").write_text(FRAMES, encoding="utf-8")
+    for frame in browse(tmp_path / "frames.html", tmp_path / "profile"):
+        assert frame["problems"] == [] and frame["outside"] == [] and frame["scroll"] <= frame["wide"], frame
+        assert [chart["name"] for chart in frame["charts"]] == [*study.PARTS, "delta"]
+        assert all(chart["traces"] > 1 and chart["overlaps"] == [] for chart in frame["charts"]), frame
