@@ -82,7 +82,8 @@ def _draw_curves(axes: Any, chart: Curves, axis: str, small: bool) -> None:
         look = style(line.run)
         kind: dict[str, Any] = {}
         if line.look in ("points", "lost"):
-            kind = {"marker": (8, 2, 0) if line.look == "lost" else MARKERS[look.marker][1], "markersize": 4}
+            kind = {"marker": (8, 2, 0) if line.look == "lost" else MARKERS[look.marker][1]}
+            kind["markersize"] = 8 if line.look == "lost" else 4
         dash = {"grey": ":", "lost": ""}.get(line.look, DASHES[look.dash][1])
         axes.plot(
             line.x[axis],
