@@ -306,6 +306,13 @@ COMMANDS: dict[str, Command] = {
     ),
     "datasets": Command("list the data sets", "foamlab datasets", datasets),
     "presets": Command("list the recipes, or print one", "foamlab presets\nfoamlab presets demo > my.yaml", presets),
+    "bench": Command(
+        "time optimizer steps, or the whole loop",
+        "foamlab bench step\n"
+        "foamlab bench step --model llama-130m --optimizers foam-3,adamw-foreach\n"
+        "foamlab bench train",
+        bench,
+    ),
     "compare": Command(
         "a fair contest between optimizers",
         "foamlab compare demo --optimizers foam-paper,adamw,adamw-split,muon --out runs/contest\n"
@@ -317,13 +324,6 @@ COMMANDS: dict[str, Command] = {
         "the paper's ablations of FOAM",
         "foamlab ablate demo --studies residual,level --out runs/ablation\nfoamlab ablate --resume runs/ablation",
         arena.ablate,
-    ),
-    "bench": Command(
-        "time optimizer steps, or the whole loop",
-        "foamlab bench step\n"
-        "foamlab bench step --model llama-130m --optimizers foam-3,adamw-foreach\n"
-        "foamlab bench train",
-        bench,
     ),
     "study": Command(
         "measure what the theory says",

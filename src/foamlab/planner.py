@@ -162,7 +162,7 @@ class Planner:
             peak |= {"slack": int(SLACK * sum(peak.values())), "context": CONTEXT}
         return Plan(
             config, self.device, simulate.vocabulary_of(model), size["parameters"], size["trainable"],
-            exact, peak, where, self.capacity, str(self.card or ""),
+            exact, peak, where, self.capacity, self.card if isinstance(self.card, str) else "",
         )  # fmt: skip
 
     def sizes(self, config: RunConfig) -> dict[str, int]:

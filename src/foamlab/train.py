@@ -17,7 +17,7 @@ import torch
 
 from . import checkpoint, data, fit, machine, models, optimizers, thrift
 from .config import RunConfig, TrainConfig, UserError
-from .loop import OnEvent, Result, Training, plain
+from .loop import PLACE, OnEvent, Result, Training, plain
 
 __all__ = ["Result", "train"]
 
@@ -64,6 +64,8 @@ def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = 
         if resume is not None:
             folder, source = checkpoint.find(resume)
             saved = checkpoint.load(source)
+            if missing := [key for key in (*PLACE, "optimizer", "remark", "config", "data") if key not in saved]:
+                raise UserError(f"{source} lacks {', '.join(missing)}: it was not written by foamlab train")
             for message in changes(json.loads(saved["config"]), plain(config), source):
                 emit({"kind": "note", "message": message})
         else:

@@ -124,6 +124,17 @@ def test_a_checkpoint_of_another_run_is_refused(home: Path, tmp_path: Path, chan
     assert small.tree(tmp_path / "run") == before
 
 
+def test_a_whole_checkpoint_of_another_program_is_refused(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(small.config(home, tmp_path / "run", steps=1))
+    saved = checkpoint.load(checkpoint.found(tmp_path / "run")[-1])
+    del saved["optimizer"], saved["config"]
+    monkeypatch.setattr(checkpoint, "load", lambda path: saved)  # as if its manifest agreed
+    with pytest.raises(UserError, match="lacks optimizer, config: it was not written by foamlab train"):
+        train(small.config(home, tmp_path / "run", steps=2), resume=tmp_path / "run")
+
+
 def test_other_text_under_the_same_name_is_refused(home: Path, tmp_path: Path) -> None:
     extra = home / "text" / "extra.txt"
     train(small.config(home, tmp_path / "run", steps=1))
