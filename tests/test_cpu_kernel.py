@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import random
+import shutil
 import subprocess
 import sys
 import weakref
@@ -362,6 +363,27 @@ def test_build_knows_flags_and_source(tmp_path: Path, monkeypatch: pytest.Monkey
     made = first.stat().st_mtime_ns
     assert cpu.build(tmp_path, ["-O0"]) == first and first.stat().st_mtime_ns == made
     assert cpu.build(tmp_path, ["-O0", "-DX"]) != first
+
+
+def test_a_damaged_library_is_built_anew(tmp_path: Path) -> None:
+    path = cpu.build(tmp_path, ["-O0"])
+    whole = path.read_bytes()
+    path.unlink()
+    path.write_bytes(whole[:4096])
+    assert cpu.build(tmp_path, ["-O0"]) == path and path.read_bytes() == whole
+
+
+def test_cc_may_be_quoted_or_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "my tools"
+    folder.mkdir()
+    real = shutil.which(cpu.compiler()[0])
+    assert real
+    (folder / "cc").symlink_to(real)
+    monkeypatch.setenv("CC", f"'{folder}/cc' -g")
+    assert cpu.build(tmp_path, ["-O0"]).exists()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(RuntimeError, match="CC names 'no-such-compiler', which is not there; install gcc"):
+        cpu.build(tmp_path)
 
 
 class Memory(TorchDispatchMode):

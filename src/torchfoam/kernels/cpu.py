@@ -1,7 +1,8 @@
 """The CPU backend: `cpu.c` and its header, compiled for this machine on first use and called through data pointers.
 
 The library is built by the system's compiler (CC, cc, gcc or clang; CFLAGS is added) into the user's cache,
-under a name made of the source, the compiler's version, the flags and the CPU, so nothing stale is ever loaded.
+under a name made of the source, the compiler's version, the flags, the CPU and its own content, so nothing stale or
+damaged is ever loaded.
 It shares torch's own pool of threads. This room does no arithmetic and allocates but one small table a step.
 """
 
@@ -12,6 +13,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -50,11 +52,10 @@ class Scalars(ctypes.Structure):
 # ---------------------------------------------------------------------- building
 
 
-def compiler() -> str | None:
-    """The system's C compiler: what CC names, else cc, gcc or clang."""
-    if named := os.environ.get("CC"):
-        return named
-    return next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+def compiler() -> list[str]:
+    """The system's C compiler, with its arguments: what CC names, else cc, gcc or clang; [] if there is none."""
+    named = shlex.split(os.environ.get("CC", ""))
+    return named or [name for name in ("cc", "gcc", "clang") if shutil.which(name)][:1]
 
 
 def cpu_features() -> str:
@@ -86,27 +87,31 @@ def build(folder: Path | None = None, extra: Sequence[str] = ()) -> Path:
     Raises:
         RuntimeError: there is no compiler, it failed (with its message), or the cache cannot be written.
     """
-    name = compiler()
-    if name is None:
-        raise RuntimeError("no C compiler found; install gcc or clang (Debian: apt install gcc libc6-dev), or set CC")
-    command = name.split()
+    command = compiler()
+    if not command or not shutil.which(command[0]):
+        found = f"CC names {command[0]!r}, which is not there" if command else "no C compiler found"
+        raise RuntimeError(f"{found}; install gcc or clang (Debian: apt install gcc libc6-dev), or set CC")
     native = () if platform.machine() == "ppc64le" else ("-march=native",)
-    flags = [*FLAGS, *native, *os.environ.get("CFLAGS", "").split(), *extra]
+    flags = [*FLAGS, *native, *shlex.split(os.environ.get("CFLAGS", "")), *extra]
     sources = [path.read_text() for path in sorted(SOURCE.parent.glob("*.[ch]"))]
     key = "\0".join((*sources, _run([*command, "--version"]), *command, *flags, cpu_features()))
     cache = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchfoam"
-    path = cache / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
-    if path.exists():
-        return path
+    name = f"cpu-{_digest(key.encode())}"
     try:
+        for path in sorted(cache.glob(f"{name}-*.so")):
+            if path.stem == f"{name}-{_digest(path.read_bytes())}":  # loading a damaged one would end the process
+                return path
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
-            made = Path(scratch) / path.name
+            made = Path(scratch) / "cpu.so"
             _run([*command, *flags, str(SOURCE), "-o", str(made), "-lm"])
-            made.replace(path)
+            return made.replace(cache / f"{name}-{_digest(made.read_bytes())}.so")
     except OSError as error:
         raise RuntimeError(f"cannot write to {cache}: {error.strerror}; set XDG_CACHE_HOME") from None
-    return path
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:20]
 
 
 def load(path: Path) -> Callable[..., int]:
