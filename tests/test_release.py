@@ -84,3 +84,22 @@ def test_norm_of_all_gradients_is_told() -> None:
 def test_nonsense_clip() -> None:
     with pytest.raises(ValueError, match="clip must be finite and >= 0, got -1"):
         GradientRelease(FOAM([nn.Parameter(torch.zeros(2, 2))]), clip=-1)
+
+
+def test_two_releases_and_other_optimizers_are_refused() -> None:
+    w = nn.Parameter(torch.zeros(2, 4))
+    with pytest.raises(ValueError, match="needs a FOAM optimizer, got AdamW"):
+        GradientRelease(torch.optim.AdamW([w]))  # type: ignore[arg-type]
+    opt = FOAM([w])
+    with GradientRelease(opt), GradientRelease(opt), pytest.raises(RuntimeError, match="another GradientRelease"):
+        w.sum().backward()
+
+
+def test_a_parameter_unfrozen_after_the_optimizer_was_made() -> None:
+    w, x = nn.Parameter(torch.ones(2, 4)), nn.Parameter(torch.ones(2, 4), requires_grad=False)
+    opt = FOAM([w, x])
+    x.requires_grad_(True)
+    with GradientRelease(opt):
+        (w + x).sum().backward()
+    exact(w, x)
+    assert x[0, 0] < 1 and opt.state[x]["step"] == 1

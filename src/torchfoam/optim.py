@@ -212,6 +212,8 @@ class FOAM(Optimizer):
     @torch.no_grad()
     def step_parameter(self, p: Tensor, group: dict[str, Any], number: int) -> None:
         """Step `p` of `group` alone; it is the optimizer's parameter `number`, counted over all groups."""
+        if not self.state.get(p):  # unfrozen since construction
+            self.state[p] = new_state(p, group)
         self._perform(self._work(group, [(number, p)]))
 
     def _work(self, group: dict[str, Any], params: Iterable[tuple[int, Tensor]]) -> list[Work]:

@@ -39,6 +39,8 @@ class GradientRelease:
     def __init__(self, opt: FOAM, clip: float = 0.0, skip_nonfinite: bool = False) -> None:
         if not 0 <= clip < float("inf"):
             raise ValueError(f"clip must be finite and >= 0, got {clip}")
+        if not isinstance(opt, FOAM):
+            raise ValueError(f"gradient release needs a FOAM optimizer, got {type(opt).__name__}")
         if replicated(opt):
             raise RuntimeError(
                 "cannot release gradients of data-parallel replicas: each would step on its own gradient before they "
@@ -62,9 +64,10 @@ class GradientRelease:
         if p in self._stepped:
             raise RuntimeError(
                 "a second backward pass before opt.step(): gradients were released, so they cannot accumulate; "
-                "call opt.step() after every backward pass, or leave gradient release off"
+                "call opt.step() after every backward pass (also one that failed), or leave gradient release off"
             )
-        assert p.grad is not None
+        if p.grad is None:
+            raise RuntimeError("another GradientRelease has taken this gradient: remove() it first")
         self._stepped.add(p)
         norm = None
         if self.clip or self.skip_nonfinite:
