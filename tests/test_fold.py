@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from problems import numbers
 from torchfoam import fold, residual, unfold
-from torchfoam.fold import block, width
+from torchfoam.fold import block, residual_ratio, width
 
 LEVELS = st.one_of(st.integers(0, 6), st.just("row"))
 SHAPES = st.lists(st.integers(0, 5), max_size=2).flatmap(
@@ -117,3 +119,10 @@ def test_a_block_longer_than_the_row_is_the_row() -> None:
     assert block(8, 10) == block("row", 10) == block(200, 10) == 10
     x = numbers(3, 10)
     assert torch.equal(fold(x, 8), fold(x, "row"))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_the_ratio_of_what_is_not_finite_is_nan(value: float) -> None:
+    x = torch.ones(2, 8)
+    x[0, 0] = value
+    assert math.isnan(residual_ratio(x, 2))

@@ -93,7 +93,7 @@ def residual(x: Tensor, level: Level) -> Tensor:
 
 
 def residual_ratio(x: Tensor, level: Level) -> float:
-    """delta = |x - unfold(fold(x))| / |x| over the whole tensor, in [0, 1]; 0 for a tensor of zeros.
+    """delta = |x - unfold(fold(x))| / |x| over the whole tensor, in [0, 1]; 0 for zeros, NaN for what is not finite.
 
     From |x|^2 = |unfold(fold(x))|^2 + |residual|^2, without a full-size temporary in float32.
 
@@ -108,4 +108,4 @@ def residual_ratio(x: Tensor, level: Level) -> float:
         f[..., -1] *= last / block(level, C)
     whole = torch.linalg.vector_norm(x, dtype=f.dtype).square()
     kept = f.sum() * block(level, C)
-    return float((1 - kept / whole.clamp(min=torch.finfo(f.dtype).tiny)).clamp(0, 1).sqrt()) if whole > 0 else 0.0
+    return float((1 - kept / whole.clamp(min=torch.finfo(f.dtype).tiny)).clamp(0, 1).sqrt()) if whole != 0 else 0.0
