@@ -154,8 +154,9 @@ def bench_step(
         pairs: timed pairs for each.
 
     Raises:
-        UserError: an unknown model, optimizer or dtype, or an optimizer that is not installed.
+        UserError: an unknown model, optimizer or dtype, or an optimizer that is not installed; no pairs.
     """
+    _at_least_one(pairs)
     place = machine.choose_device(device)
     for name in (*names, REFERENCE):
         if name not in CONTENDERS:
@@ -170,6 +171,11 @@ def bench_step(
             yield _compare(name, reference, tensors, pairs, dtype)
         del reference, tensors
         gc.collect()
+
+
+def _at_least_one(pairs: int) -> None:
+    if pairs < 1:
+        raise UserError(f"--pairs must be at least 1, got {pairs}")
 
 
 def _step(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -264,8 +270,9 @@ def bench_train(config: RunConfig, names: Sequence[str] = LOOPS, steps: int = 40
         steps: timed pairs of steps, after three that are not counted.
 
     Raises:
-        UserError: as `foamlab train` does.
+        UserError: as `foamlab train` does; no steps.
     """
+    _at_least_one(steps)
     off: dict[str, Any] = {"eval_every": 0, "eval_tokens": config.data.sequence, "checkpoint_every": 0, "sample": ""}
     for name in names:
         with TemporaryDirectory() as folder:

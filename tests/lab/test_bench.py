@@ -80,3 +80,10 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and "ratio" in lines[0] and lines[1].startswith("float32") and "foam-3" in lines[2]
     assert main(["bench", "stop"]) == 2
+
+
+@pytest.mark.parametrize("what", ["step", "train"])
+def test_no_pairs_is_said(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        sys.exit(main(["bench", what, "--pairs", "0"]))
+    assert "--pairs must be at least 1, got 0" in capsys.readouterr().err
