@@ -360,6 +360,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as e:
         print(f"foamlab: error: {' '.join(str(e).split())}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as e:
+        if (e.name or "foamlab").startswith(("foamlab", "torchfoam")):
+            raise
+        print(f"foamlab: error: {e.name} is not installed: pip install 'torchfoam[lab]'", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("foamlab: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -369,18 +374,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _help() -> str:
-    lines = [f"  {name:<12}{command.help}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: foamlab COMMAND ...",
-            "",
-            "The lab around torchfoam: train language models with FOAM and its rivals, and compare them.",
-            "",
-            "commands:",
-            *lines,
-            "",
-            "`foamlab COMMAND --help` explains each, with examples. To begin: foamlab train demo",
-        ]
+    lines = "\n".join(f"  {name:<12}{command.help}" for name, command in COMMANDS.items())
+    return (
+        "usage: foamlab COMMAND ...\n\n"
+        "The lab around torchfoam: train language models with FOAM and its rivals, and compare them.\n\n"
+        f"commands:\n{lines}\n\n"
+        "`foamlab COMMAND --help` explains each, with examples. To begin: foamlab train demo"
     )
 
 

@@ -328,3 +328,11 @@ def test_when_nobody_reads_the_output_the_run_is_asked_to_stop_once(monkeypatch)
         out.close(), err.close()  # as at exit: nothing is left to write
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_the_library_alone_says_what_the_lab_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "docstring_parser", None)  # as where only the library is installed
+    assert main(["train", "demo"]) == 2
+    assert "pip install 'torchfoam[lab]'" in capsys.readouterr().err
