@@ -1,4 +1,6 @@
-"""APOLLO and APOLLO-Mini, written from the paper (Zhu et al., MLSys 2025, arXiv 2412.05270, algorithm 1).
+"""APOLLO and APOLLO-Mini (Zhu et al., MLSys 2025, arXiv 2412.05270), written from what we know of their algorithm.
+
+Not compared with the paper's text or the authors' code: check before a result hangs on it.
 
 Our own because nothing else serves: the authors' package may not be used commercially, and pytorch_optimizer 4.1
 scales the *projected* gradient and projects it back, so that its updates have rank r, where the paper scales the whole

@@ -156,13 +156,13 @@ RIVALS: dict[str, Entry] = {
     "apollo": Entry(
         "APOLLO: Adam's channel-wise rates from a random quarter", "foamlab.apollo:Apollo", apollo,
         1e-2, BETAS, 1.0, "Zhu et al., arXiv 2412.05270: lr 0.01, rank 1/4, alpha 1, new every 200 steps",
-        tune={"lr": HIGH_RATES, "scale": (0.25, 0.5, 1.0, 2.0)}, limits="our own implementation, from the paper",
+        tune={"lr": HIGH_RATES, "scale": (0.25, 0.5, 1.0, 2.0)}, limits="ours, not held against the authors' code",
     ),
     "apollo-mini": Entry(
         "APOLLO-Mini: one rate a matrix, from rank 1", "foamlab.apollo:Apollo", apollo,
         1e-2, BETAS, sqrt(128), "Zhu et al., arXiv 2412.05270: lr 0.01, rank 1, alpha sqrt(128), new every 200 steps",
         {"rank": 1, "scaling": "tensor"}, {"lr": HIGH_RATES, "scale": tuple(sqrt(x) for x in (32, 64, 128, 256))},
-        limits="our own implementation, from the paper",
+        limits="ours, not held against the authors' code",
     ),
     "lora": Entry(
         "LoRA: AdamW on adapters of a pre-trained model", "torch.optim:AdamW", lora, 3e-4, BETAS, 1.0,
