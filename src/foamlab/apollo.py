@@ -1,6 +1,8 @@
-"""APOLLO and APOLLO-Mini (Zhu et al., MLSys 2025, arXiv 2412.05270), written from what we know of their algorithm.
+"""APOLLO and APOLLO-Mini (Zhu et al., MLSys 2025, arXiv 2412.05270).
 
-Not compared with the paper's text or the authors' code: check before a result hangs on it.
+Held against published accounts of the paper's Algorithm 1 (projection, scaling by column or tensor, limiter 1.01, whole
+gradient scaled) and the settings in use with the authors' package (a new projection every 200 steps; scale 1 by
+channel; rank 1 and scale 128, of which the root is taken, by tensor), not against numbers from their code.
 
 Our own because nothing else serves: the authors' package may not be used commercially, and pytorch_optimizer 4.1
 scales the *projected* gradient and projects it back, so that its updates have rank r, where the paper scales the whole
