@@ -23,9 +23,10 @@ from torch import nn
 from . import data, machine, models, optimizers
 from .config import ModelConfig, OptimizerConfig, RunConfig, UserError, known_name
 from .objective import loss_fn, schedule
-from .train import train
+from .train import rehearse, train
 
 REFERENCE = "adamw"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def _foam(level: Any, **options: Any) -> OptimizerConfig:
@@ -162,10 +163,12 @@ def bench_step(
         if name not in CONTENDERS:
             known_name(name, {**CONTENDERS, **optimizers.OPTIMIZERS}, "optimizer")
     for dtype in dtypes:
-        kind = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(dtype)
-        if kind is None:
-            raise UserError(f"unknown dtype {dtype!r}; known: float32, bfloat16, float16")
-        tensors = (whole if everything else matrices)(model, place, kind)
+        known_name(dtype, DTYPES, "dtype")
+    draw = whole if everything else matrices
+    for name in names:  # refused before the first is timed
+        optimizers.rehearse(_settings(name), draw(model, torch.device("meta"), torch.float32), place)
+    for dtype in dtypes:
+        tensors = draw(model, place, DTYPES[dtype])
         reference = _step(REFERENCE, tensors)
         for name in names:
             yield _compare(name, reference, tensors, pairs, dtype)
@@ -178,8 +181,12 @@ def _at_least_one(pairs: int) -> None:
         raise UserError(f"--pairs must be at least 1, got {pairs}")
 
 
+def _settings(name: str) -> OptimizerConfig:
+    return CONTENDERS.get(name) or OptimizerConfig(name=name, lr=1e-3)
+
+
 def _step(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    opt = optimizers.build(CONTENDERS.get(name) or OptimizerConfig(name=name, lr=1e-3), model)
+    opt = optimizers.build(_settings(name), model)
     opt.step()  # most optimizers make their state in the first step; pages are touched
     return opt
 
@@ -273,6 +280,8 @@ def bench_train(config: RunConfig, names: Sequence[str] = LOOPS, steps: int = 40
         UserError: as `foamlab train` does; no steps.
     """
     _at_least_one(steps)
+    for name in names:  # refused before any text is read
+        rehearse(replace(config, optimizer=OptimizerConfig(name)), torch.device("cpu"))
     off: dict[str, Any] = {"eval_every": 0, "eval_tokens": config.data.sequence, "checkpoint_every": 0, "sample": ""}
     for name in names:
         with TemporaryDirectory() as folder:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .config import UserError
+from .config import OptimizerConfig, UserError
 from .record import read_metrics, read_run, write_atomically, writing
 
 FILE, STOPPED = "contest.json", "stopped.json"
@@ -41,6 +41,14 @@ class Arm:
     start: Point = field(default_factory=dict)
     tune: dict[str, list[Any]] = field(default_factory=dict)
     note: str = ""
+
+    def at(self, point: Point, shared: OptimizerConfig) -> OptimizerConfig:
+        """The optimizer's settings at a point; betas, eps and weight decay are shared by all arms."""
+        values = dict(point)
+        return OptimizerConfig(
+            self.optimizer, values.pop("lr"), shared.betas, shared.eps, shared.weight_decay, values.pop("scale"),
+            {**self.options, **values},
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

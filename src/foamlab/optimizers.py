@@ -7,10 +7,13 @@ implements no update rule.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -21,6 +24,8 @@ from .config import OptimizerConfig, UserError, known_name
 from .rivals import ADAM_RATES, BETAS, HIGH_RATES, RIVALS, SCALES
 from .routing import Entry, Routed, Settings, matrices, plain_adamw, split
 
+# options that the meta device cannot judge, and those that only the whole model can
+ON_DEVICE, OF_MODEL = ("backend", "fused"), ("overrides", "state_budget")
 # what OptimizerConfig holds itself: not to be given again among its options
 OWN = ("params", "lr", "betas", "eps", "weight_decay", "scale")
 
@@ -136,7 +141,8 @@ def resolve(config: OptimizerConfig) -> OptimizerConfig:
     """The settings with every empty field filled by the optimizer's own defaults.
 
     Raises:
-        UserError: an unknown name, or an option that the optimizer does not take; the nearest is offered.
+        UserError: an unknown name, or an option that the optimizer does not take, and the nearest is offered; a rate,
+            beta, eps or decay that makes no sense.
     """
     entry = _entry(config.name)
     known = _options(entry)
@@ -144,7 +150,7 @@ def resolve(config: OptimizerConfig) -> OptimizerConfig:
         if option in OWN:
             raise UserError(f"optimizer.options.{option}: use --optimizer.{option}")
         known_name(option, known, f"option of {config.name}")
-    return OptimizerConfig(
+    full = OptimizerConfig(
         name=config.name,
         lr=entry.lr if config.lr is None else config.lr,
         betas=entry.betas if config.betas is None else (config.betas[0], config.betas[1]),
@@ -153,6 +159,12 @@ def resolve(config: OptimizerConfig) -> OptimizerConfig:
         scale=entry.scale if config.scale is None else config.scale,
         options={**entry.options, **config.options},
     )
+    for name in ("lr", "eps", "weight_decay", "scale"):  # not all packages look at theirs
+        if not 0 <= getattr(full, name) < math.inf:
+            raise UserError(f"optimizer.{name} must be finite and at least 0, got {getattr(full, name)}")
+    if not all(0 <= beta < 1 for beta in full.betas or ()):
+        raise UserError(f"optimizer.betas must be two numbers from 0 to below 1, got {full.betas}")
+    return full
 
 
 def build(config: OptimizerConfig, model: nn.Module) -> Optimizer:
@@ -167,10 +179,28 @@ def build(config: OptimizerConfig, model: nn.Module) -> Optimizer:
     entry = _entry(full.name)
     assert full.lr is not None and full.betas is not None and full.scale is not None
     s = Settings(full.lr, full.betas, full.eps, full.weight_decay, full.scale)
+    known = full.options
+    if any(p.is_meta for p in model.parameters()):  # what cannot be fused there takes the same state
+        known = {key: value for key, value in known.items() if key != "fused"}
     try:
-        return entry.builder(model, _kind(entry), s, **full.options)
+        return entry.builder(model, _kind(entry), s, **known)
     except (ValueError, TypeError, RuntimeError) as e:
         raise UserError(f"optimizer {full.name}: {e}") from e
+
+
+def rehearse(config: OptimizerConfig, model: nn.Module, device: torch.device) -> Optimizer:
+    """The optimizer over a model on the meta device, so that what `build` would refuse on `device` is told early.
+
+    Options that only a device can judge are tried on one small matrix there. Random state is left alone.
+
+    Raises:
+        UserError: what `build` raises.
+    """
+    with torch.random.fork_rng(devices=[]):
+        if any(config.options.get(key) is not None for key in ON_DEVICE):
+            options = {key: value for key, value in config.options.items() if key not in OF_MODEL}
+            build(replace(config, options=options), nn.Sequential(nn.Linear(8, 8, bias=False, device=device)))
+        return build(config, model)
 
 
 def options(name: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from torchfoam import FOAM, routing_table
 
-from . import machine, models, optimizers
+from . import machine, models, optimizers, thrift
 from .config import DataConfig, RunConfig, known_name
 from .corpora import DATASETS
 from .tokenizer import identify, make
@@ -31,11 +31,13 @@ def preview(config: RunConfig) -> str:
     check(t)
     known_name(d.name.partition(":")[0], DATASETS, "data set")
     vocab = vocabulary(d)
-    precision, remark = machine.choose_precision(t.precision, machine.choose_device(t.device))
+    device = machine.choose_device(t.device)
+    precision, remark = machine.choose_precision(t.precision, device)
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     settings = replace(config, optimizer=optimizers.resolve(config.optimizer))
     model = models.build(config.model, vocab, d.sequence, "meta", dtype)
-    optimizer = optimizers.build(config.optimizer, model)
+    optimizer = optimizers.rehearse(config.optimizer, model, device)
+    thrift.check_optimizer(t, optimizer, 1)
     if not optimizers.state_bytes(optimizer):  # most optimizers make their state in the first step
         for p in model.parameters():
             p.grad = torch.empty_like(p)

@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from .config import UserError
+from .config import UserError, known_name
 from .routing import Entry, Named, Routed, Settings, matrices, plain_adamw, split, trainable
 
 INSTALL = "'torchfoam[rivals]'"
@@ -28,6 +28,7 @@ INSTALL = "'torchfoam[rivals]'"
 ADAM_RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 HIGH_RATES = (3e-3, 1e-2, 3e-2)
 SCALES = (0.125, 0.25, 0.5, 1.0)
+PROJECTIONS = ("std", "reverse_std", "right", "left", "full", "random")
 
 
 def adamw8bit(model: nn.Module, kind: type, s: Settings, *, embedding_bits: int = 32, **options: Any) -> Optimizer:
@@ -59,6 +60,10 @@ def galore(
     **options: Any,
 ) -> Optimizer:
     """GaLore on attention and MLP matrices, Adam on the rest. Its scale is ours; rank 0 is min(R, C) / 4."""
+    # the package would find out in the first step
+    known_name(projection_type, PROJECTIONS, "projection_type")
+    if rank < 0 or update_proj_gap < 1:
+        raise ValueError(f"rank must be at least 0, update_proj_gap at least 1; got {rank} and {update_proj_gap}")
     flat, rest = matrices(model)
     groups: dict[int, dict[str, Any]] = {}
     for n, p in flat:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import yaml
 
-from . import data, machine, models, optimizers, train
+from . import data, machine, optimizers, train
 from .ablations import STUDIES
 from .config import OptimizerConfig, RunConfig, UserError, known_name
 from .contest import FORMAT, Arm, Outcomes, Rule, Trial, outcome, read, wanted, write
@@ -237,10 +237,14 @@ def resume(folder: Path, jobs: int = 0, on_event: OnEvent = lambda event: None) 
 
 
 def _try_all(contest: Contest) -> None:
-    """Build every arm's optimizer over the model without memory, so that what is missing is told at the beginning."""
+    """Rehearse every arm, so that what is missing or makes no sense is told before any text is read."""
+    c = contest.config
+    device = machine.choose_device(c.train.device)
     for arm in contest.arms:
-        model = models.build(contest.config.model, None, contest.config.data.sequence, "meta")
-        optimizers.build(OptimizerConfig(arm.optimizer, options=arm.options), model)
+        for key, values in arm.tune.items():
+            for x in values:
+                optimizers.resolve(arm.at({**arm.start, key: x}, c.optimizer))
+        train.rehearse(replace(c, optimizer=arm.at(arm.start, c.optimizer)), device)
 
 
 class Hall:
@@ -312,11 +316,8 @@ class Hall:
 
     def config(self, trial: Trial) -> RunConfig:
         """The settings of a trial: the contest's, with its own optimizer, point and seed."""
-        c, point = self.contest.config, dict(trial.point)
-        optimizer = OptimizerConfig(
-            trial.arm.optimizer, point.pop("lr"), c.optimizer.betas, c.optimizer.eps, c.optimizer.weight_decay,
-            point.pop("scale"), {**trial.arm.options, **point},
-        )  # fmt: skip
+        c = self.contest.config
+        optimizer = trial.arm.at(trial.point, c.optimizer)
         seeded = replace(c.train, seed=trial.seed, device="cuda" if self.gpus else c.train.device)
         return replace(c, optimizer=optimizer, train=seeded, out=str(self.folder / trial.name))
 

@@ -125,23 +125,29 @@ def check(t: TrainConfig) -> None:
         raise UserError("train.release leaves no gradient to measure: set --train.residual_every 0")
 
 
+def check_optimizer(t: TrainConfig, optimizer: Optimizer, processes: int) -> None:
+    """Raise UserError for an optimizer other than FOAM where FOAM is needed, and for gradient release in several
+    processes, whose gradients must be averaged first."""
+    for name in ("release", "residual_every"):
+        if getattr(t, name) and not isinstance(optimizer, FOAM):
+            raise UserError(f"train.{name} needs FOAM, not {type(optimizer).__name__}: use --optimizer.name foam")
+    if t.release and processes > 1:
+        raise UserError(
+            f"train.release cannot be had with {processes} data-parallel processes: each would step on its own "
+            "gradient before they are averaged; leave out --train.release"
+        )
+
+
 def release(t: TrainConfig, optimizer: Optimizer, processes: int) -> GradientRelease | None:
     """Let each parameter step inside the backward pass, if `train.release` says so.
 
     A parameter whose gradient is not finite is left alone.
 
     Raises:
-        UserError: an optimizer other than FOAM, or several processes, whose gradients must be averaged first.
+        UserError: what `check_optimizer` raises.
     """
-    for name in ("release", "residual_every"):
-        if getattr(t, name) and not isinstance(optimizer, FOAM):
-            raise UserError(f"train.{name} needs FOAM, not {type(optimizer).__name__}: use --optimizer.name foam")
+    check_optimizer(t, optimizer, processes)
     if not t.release:
         return None
-    if processes > 1:
-        raise UserError(
-            f"train.release cannot be had with {processes} data-parallel processes: each would step on its own "
-            "gradient before they are averaged; leave out --train.release"
-        )
     assert isinstance(optimizer, FOAM)
     return GradientRelease(optimizer, clip=t.clip_each, skip_nonfinite=True)

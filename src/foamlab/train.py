@@ -73,7 +73,7 @@ def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = 
             if config.out and folder.exists():
                 raise UserError(f"{folder} exists already: choose another --out, or go on with --resume {folder}")
             checkpoint.check_room(folder, 0)
-        models.build(config.model, None, config.data.sequence, "meta")  # refused before the text is read
+        rehearse(config, world.device, world.size)
         with world.first():  # one process builds the token cache, the others read it
             corpus = data.prepare(config.data, t.seed, lambda event: emit({**event, "kind": "prepare"}))
         if t.steps:
@@ -98,6 +98,18 @@ def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = 
             if not fit.out_of_memory(e):
                 raise
             raise UserError(fit.after(*place)) from e
+
+
+def rehearse(config: RunConfig, device: torch.device, processes: int = 1) -> None:
+    """Build model and optimizer without memory: what they refuse is told before any text is read.
+
+    The vocabulary is not known yet. It is taken to be the smallest, so that no budget of state is refused that may do.
+
+    Raises:
+        UserError: what the two raise.
+    """
+    model = models.build(config.model, 1, config.data.sequence, "meta")
+    thrift.check_optimizer(config.train, optimizers.rehearse(config.optimizer, model, device), processes)
 
 
 def check(t: TrainConfig) -> None:

@@ -237,7 +237,7 @@ def test_defaults_and_options(name):
         (OptimizerConfig("foam", options={"level": -1}), "level must be"),
         (OptimizerConfig("foam", options={"backend": "abacus"}), "backend"),
         (OptimizerConfig("foam", options={"overrides": {"*.nowhere": {"level": 3}}}), "matches no"),
-        (OptimizerConfig("adamw", lr=-1.0), "learning rate"),
+        (OptimizerConfig("adamw", lr=-1.0), r"optimizer\.lr must be"),
         (OptimizerConfig("muon", options={"adjust_lr_fn": "none"}), "optimizer muon: "),
     ],
 )

@@ -1,0 +1,140 @@
+"""What an optimizer refuses is told before any text is read: by train, compare, ablate and bench alike."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from small import config as small_config
+
+from foamlab import bench, data, sweep
+from foamlab.config import ModelConfig, OptimizerConfig, RunConfig, TrainConfig, UserError
+from foamlab.optimizers import OPTIMIZERS, rehearse, resolve
+from foamlab.preview import preview
+from foamlab.train import train
+
+VALUES = [
+    ({"lr": -1.0}, r"optimizer\.lr must be finite and at least 0, got -1"),
+    ({"lr": math.nan}, r"optimizer\.lr .*nan"),
+    ({"lr": math.inf}, r"optimizer\.lr .*inf"),
+    ({"betas": (0.9, 1.0)}, r"optimizer\.betas .*1\.0"),
+    ({"betas": (-0.1, 0.9)}, r"optimizer\.betas "),
+    ({"eps": -1e-8}, r"optimizer\.eps "),
+    ({"weight_decay": math.nan}, r"optimizer\.weight_decay "),
+    ({"scale": -0.5}, r"optimizer\.scale "),
+]
+OPTIONS = [
+    ("foam", {"level": -1}, "level must be"),
+    ("foam", {"state": "int7"}, "int8"),
+    ("foam", {"state_budget": "few"}, "300MB"),
+    ("foam", {"state_budget": 10}, "cannot fit"),
+    ("foam", {"overrides": {"*.nowhere": {"level": 3}}}, "matches no"),
+    ("foam", {"backend": "abacus"}, "known: eager"),
+    ("foam-mini", {"backend": "cpu"}, "only the adam rule"),
+    ("adamw", {"fused": True, "foreach": True}, "optimizer adamw: "),
+    ("muon", {"adjust_lr_fn": "none"}, "optimizer muon: "),
+    ("apollo", {"scaling": "row"}, "known: channel, tensor"),
+    ("foam-ablation", {"span": "all"}, "known: whole, moments"),
+]
+RIVALS = [
+    ("galore", {"projection_type": "stdd"}, "did you mean std"),
+    ("galore", {"update_proj_gap": 0}, "at least 1"),
+    ("galore", {"rank": -2}, "rank"),
+    ("adamw8bit", {"embedding_bits": 16}, "8 or 32"),
+]
+
+
+@pytest.fixture
+def sealed(monkeypatch, tmp_path):
+    """A run whose text must not be read."""
+
+    def touched(*args, **kwargs):
+        raise AssertionError("the text was read")
+
+    monkeypatch.setattr(data, "prepare", touched)
+    return replace(small_config(tmp_path, tmp_path / "run"), model=ModelConfig("llama-1m"))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("values, message", VALUES)
+def test_rates_that_make_no_sense_are_refused_for_every_optimizer(name, values, message):
+    with pytest.raises(UserError, match=message):
+        resolve(OptimizerConfig(name, **values))
+
+
+@pytest.mark.parametrize("name, options, message", [*OPTIONS, *RIVALS])
+def test_train_and_its_dry_run_refuse_options(sealed, name, options, message):
+    if (name, options, message) in RIVALS:
+        pytest.importorskip("pytorch_optimizer" if name == "galore" else "bitsandbytes")
+    run = replace(sealed, optimizer=OptimizerConfig(name, options=options))
+    for begin in (train, preview):
+        with pytest.raises(UserError, match=message):
+            begin(run)
+
+
+@pytest.mark.parametrize("values, message", VALUES)
+def test_train_refuses_values(sealed, values, message):
+    with pytest.raises(UserError, match=message):
+        train(replace(sealed, optimizer=OptimizerConfig("sgd", **values)))
+
+
+def test_switches_that_need_foam(sealed):
+    for switch in ({"release": True, "clip": 0.0}, {"residual_every": 5}):
+        run = replace(sealed, optimizer=OptimizerConfig("adamw"), train=replace(sealed.train, **switch))
+        for begin in (train, preview):
+            with pytest.raises(UserError, match="needs FOAM"):
+                begin(run)
+
+
+@pytest.mark.parametrize("values, message", [v for v in VALUES if not {"lr", "scale"} & set(v[0])])
+def test_contests_refuse_what_all_share(sealed, tmp_path, values, message):
+    run = replace(sealed, optimizer=OptimizerConfig(**values))
+    with pytest.raises(UserError, match=message):
+        sweep.start(sweep.comparison(run, ["adamw", "sgd"], [0]), tmp_path / "contest")
+    with pytest.raises(UserError, match=message):
+        sweep.start(sweep.ablation(run, ["residual"], [0]), tmp_path / "contest")
+    assert not (tmp_path / "contest").exists()
+
+
+def test_contests_refuse_rates(sealed, tmp_path):
+    with pytest.raises(UserError, match=r"optimizer\.lr .*inf"):
+        sweep.start(sweep.comparison(sealed, ["adamw", "sgd"], [0], {"sgd": [0.1, math.inf]}), tmp_path / "contest")
+    with pytest.raises(UserError, match=r"optimizer\.scale .*-0.5"):
+        sweep.ablation(replace(sealed, optimizer=OptimizerConfig(scale=-0.5)), ["residual"], [0])
+
+
+def test_bench_refuses_before_anything_is_timed(sealed, monkeypatch):
+    monkeypatch.setattr(bench, "paired", lambda *_, **__: pytest.fail("something was timed"))
+    run = RunConfig(model=ModelConfig("llama-1m"), data=sealed.data, train=TrainConfig(batch=2))
+    for names, message in ((["foam", "adamwx"], "did you mean adamw"), (["foam", "lora"], "lora adapts a trained")):
+        with pytest.raises(UserError, match=message):
+            list(bench.bench_train(run, names, 1))
+        with pytest.raises(UserError, match=message):
+            list(bench.bench_step("llama-1m", names, pairs=1))
+    with pytest.raises(UserError, match=r"unknown dtype 'float33': did you mean float32\?"):
+        list(bench.bench_step("llama-1m", ["foam"], ["float32", "float33"], pairs=1))
+
+
+def test_a_rehearsal_refuses_nothing_that_can_be_had(tmp_path, sealed):
+    """A budget too small for the vocabulary of a preset but not for this text's; what the meta device cannot fuse."""
+    for name, options in (
+        ("foam", {"state_budget": 2_000_000}),
+        ("adamw", {"fused": True}),
+        ("foam", {"backend": "cpu"}),
+    ):
+        run = replace(sealed, optimizer=OptimizerConfig(name, options=options))
+        with pytest.raises(AssertionError, match="the text was read"):
+            train(run)
+
+
+def test_a_rehearsal_leaves_random_state_alone():
+    from foamlab.models import build
+
+    for name in ("foam", "adamw", "sgd", "apollo"):
+        torch.manual_seed(3)
+        before = torch.get_rng_state()
+        rehearse(OptimizerConfig(name, options={"fused": True} if name == "adamw" else {}),
+                 build(ModelConfig("llama-1m"), device="meta"), torch.device("cpu"))  # fmt: skip
+        assert torch.equal(before, torch.get_rng_state())
