@@ -33,7 +33,8 @@ def compare(
     Args:
         optimizers: names from `foamlab optimizers`, separated by commas.
         lr: rates to try, separated by commas, for all, or by name: adamw=1e-3,3e-3;sgd=0.1; empty means each one's own.
-        scale: the same for the rate of matrices relative to lr.
+        scale: the same for the rate of matrices relative to lr, at each one's default lr. Where both are tried, lr
+            moves with the rate of matrices held.
         seeds: the first tunes, all count.
         finalists: repeat only so many of the best over the seeds; 0 means all.
         hopeless: stop a run whose validation loss is above this times its optimizer's lowest; 0 means never.

@@ -31,7 +31,7 @@ class Arm:
         optimizer: an entry of OPTIMIZERS.
         options: fixed options.
         start: the values that tuning starts from: lr, scale.
-        tune: lr, scale or an option -> values, rising; tried in this order, each with the best of those before it.
+        tune: lr, scale or an option -> values, rising; tried in turns, each with the best of the others so far.
         note: what this implementation cannot do, and where its values come from.
     """
 
@@ -121,27 +121,55 @@ class Found:
 def search(arm: Arm, seed: int, outcomes: Mapping[str, Outcome]) -> Found:
     """The next trials of an arm's search, or its best point when there are none.
 
-    Each key is tried at all its values, the others at the best so far. If the best is at an end, one value more is
-    tried beyond it, at the same ratio; if that is the best again, the key is reported in `edge`.
+    Each key is tried at all its values, the others at the best so far, and all again until none moves. If the best is
+    at an end, one value more is tried beyond it, at the same ratio, once a key; a key that is at an end even so is
+    reported in `edge`.
     """
     found = Found(dict(arm.start), [])
-    for key, values in arm.tune.items():
-        values = list(values)
-        while True:
-            trials = [Trial(arm, {**found.point, key: value}, seed, key) for value in values]
-            found.todo = [t for t in trials if not outcomes[t.name].over]
-            if found.todo:
+    grids = {key: list(values) for key, values in arm.tune.items()}
+    while True:
+        before, found.edge = found.point, []
+        for key in grids:
+            best = _tune(arm, seed, key, grids, found, outcomes)
+            if best is None:
                 return found
-            best = min(trials, key=lambda t: outcomes[t.name].rank)
-            end = best.point[key] in (values[0], values[-1]) and len(values) > 1
-            further = beyond(values, best.point[key]) if end and key not in found.extended else None
-            if further is None:
-                break
-            found.extended[key] = further
-            values = sorted([*values, further])
-        found.edge += [key] if end else []
-        found.point = best.point
-    return found
+            found.point = best.point
+        if found.point == before:
+            return found
+
+
+def _tune(
+    arm: Arm, seed: int, key: str, grids: dict[str, list[Any]], found: Found, outcomes: Mapping[str, Outcome]
+) -> Trial | None:
+    """The best trial over one key, or None and what is `todo` for it; extends its grid, notes its edge."""
+    while True:
+        values = grids[key]
+        trials = {value: Trial(arm, moved(arm, found.point, key, value), seed, key) for value in values}
+        found.todo = [t for t in trials.values() if not outcomes[t.name].over]
+        if found.todo:
+            return None
+        best = min(values, key=lambda value: outcomes[trials[value].name].rank)
+        end = best in (values[0], values[-1]) and len(values) > 1
+        further = beyond(values, best) if end and key not in found.extended else None
+        if further is None:
+            found.edge += [key] if end else []
+            return trials[best]
+        found.extended[key] = further
+        grids[key] = sorted([*values, further])
+
+
+def moved(arm: Arm, point: Point, key: str, value: Any) -> Point:
+    """A point with another value of one key.
+
+    Where lr and scale are both tuned they move as two rates that depend little on each other: lr with lr * scale, the
+    matrices' rate, held; and scale to where the matrices' rate is what this value gives at the lr that the arm starts
+    from. Else each would be tried at a rate of the matrices that is no longer the best.
+    """
+    to = {**point, key: value}
+    if all(len(arm.tune.get(k, ())) > 1 for k in ("lr", "scale")) and key in ("lr", "scale"):
+        rate = point["lr"] * point["scale"] if key == "lr" else arm.start["lr"] * value
+        to["scale"] = float(f"{rate / to['lr']:.4g}")
+    return to
 
 
 def beyond(values: Sequence[Any], end: Any) -> float | None:

@@ -132,8 +132,8 @@ def _notes(book: Book) -> dict[str, str]:
         "curves-each": f"{band}{book.unseen}",
         "frontier": "Lower left is better; the dashed line is the frontier, which no other contestant beats in both. "
         f"Bars are 95 % intervals.{book.unseen}",
-        "sensitivity-lr": lost,
-        "sensitivity-scale": f"Scale is the rate of matrices relative to lr. {lost}",
+        "sensitivity-lr": f"Where scale is tuned too, the rate of matrices, lr * scale, is held. {lost}",
+        "sensitivity-scale": f"Scale is the rate of matrices relative to lr, which is held. {lost}",
         "residual": f"{RATIOS} The best contestant that recorded it.",
         **{f"study-{name}": "* the paper's setting." for name in book.contest["studies"]},
     }

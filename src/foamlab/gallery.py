@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from . import plots
-from .contest import Arm, Trial, read
+from .contest import Arm, Trial, moved, read
 from .heat import heat
 from .report import line
 from .standings import standings
@@ -142,16 +142,14 @@ def frontier(book: Book) -> plots.Frontier:
 
 
 def tried(book: Book, row: Row) -> Iterator[tuple[str, list[tuple[float, Mapping[str, Any]]]]]:
-    """For each key that was tuned: (value, what `runs` tells of it), the others at the best that was known then."""
+    """For each key that was tuned: (value, what `runs` tells of it), the other rates at their best."""
     fates = {run["folder"]: run for run in book.contest["runs"]}
     arm = next(Arm(**a) for a in book.contest["contestants"] if a["label"] == row.arm)
-    seed, point = book.contest["seeds"][0], dict(arm.start)
     for key, values in arm.tune.items():
         added = book.contest["search"][row.arm]["extended"].get(key)
-        values = values if added is None else [*values, added]
-        names = {value: Trial(arm, {**point, key: value}, seed, key).name for value in values}
+        points = [moved(arm, row.result["point"], key, value) for value in (*values, *([added] if added else []))]
+        names = {point[key]: Trial(arm, point, book.contest["seeds"][0], key).name for point in points}
         yield key, [(value, fates[name]) for value, name in sorted(names.items()) if name in fates]
-        point[key] = row.result["point"][key]
 
 
 def sensitivity(book: Book, key: str) -> plots.Panels | None:

@@ -29,7 +29,7 @@ class Entry:
         lr, betas, scale: taken where the settings leave them empty.
         source: where these defaults, and the values in `tune`, come from.
         options: options taken where the settings leave them empty.
-        tune: what a contest tries, in this order, each with the best of those before it: lr, scale or an option ->
+        tune: what a contest tries, in turns, each with the best of the others so far: lr, scale or an option ->
             values, rising. A best value at an end is followed one further.
         install: what to install where the class cannot be imported.
         limits: what this implementation cannot do, in words.

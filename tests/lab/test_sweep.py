@@ -74,11 +74,44 @@ def test_a_best_value_at_an_end_is_followed_once_and_flagged_if_it_stays_there(l
     assert found["a"].edge == edge and found["a"].point["lr"] == (added if edge else 1e-2)
 
 
-def test_each_key_is_tuned_with_the_best_of_those_before_it():
-    arm = replace(ARM, tune={"lr": [1e-3, 3e-3, 1e-2], "scale": [0.125, 0.25, 0.5]})
-    model, found = play([arm], valley(3e-3))
-    assert found["a"].point == {"lr": 3e-3, "scale": 0.25} and len(model.runs) == 6
-    assert {n for n in model.runs if "scale1-" not in n} == {f"a/lr0.003-scale{x}-seed0" for x in (0.125, 0.25, 0.5)}
+def rates(rest, matrices, together=0.0):
+    """A valley in the rates of the matrices, lr * scale, and of the rest; `together` bends it."""
+
+    def loss(p, seed):
+        x, y = math.log(p["lr"] / rest), math.log(p["lr"] * p["scale"] / matrices)
+        return x**2 + y**2 + together * x * y + seed
+
+    return loss
+
+
+BOTH = replace(ARM, start={"lr": 1e-2, "scale": 0.25}, tune={"lr": [5e-3, 1e-2, 2e-2], "scale": [0.125, 0.25, 0.5]})
+
+
+@pytest.mark.parametrize(
+    "start", [{"lr": 1e-2, "scale": 0.25}, {"lr": 1e-2, "scale": 0.125}, {"lr": 5e-3, "scale": 1.0}]
+)
+@pytest.mark.parametrize("rest, matrices", [(5e-3, 1.25e-3), (2e-2, 1.25e-3), (1e-2, 5e-3), (4e-2, 2.5e-3)])
+def test_the_best_rates_are_found_wherever_the_search_begins(start, rest, matrices):
+    _, found = play([replace(BOTH, start=start)], rates(rest, matrices))
+    point = found["a"].point
+    assert point["lr"] == rest and point["lr"] * point["scale"] == pytest.approx(matrices, rel=1e-3)
+
+
+def test_lr_is_tried_with_the_matrices_rate_held():
+    todo, _ = wanted([BOTH], [0], 0, Model(None))
+    assert {(t.point["lr"], t.point["scale"]) for t in todo} == {(5e-3, 0.5), (1e-2, 0.25), (2e-2, 0.125)}
+
+
+def test_a_scale_that_is_not_tuned_is_held():
+    todo, _ = wanted([replace(BOTH, tune={**BOTH.tune, "scale": [0.25]})], [0], 0, Model(None))
+    assert {t.point["scale"] for t in todo} == {0.25}
+
+
+def test_keys_are_tuned_again_until_none_moves():
+    """In a bent valley the first look at lr, far from the best scale, is misled."""
+    model, found = play([replace(BOTH, start={"lr": 5e-3, "scale": 1.0})], rates(1e-2, 1.25e-3, together=0.8))
+    assert found["a"].point == {"lr": 1e-2, "scale": 0.125}
+    assert "a/lr0.005-scale0.25-seed0" in model.runs, "scale was tuned at another lr first"
 
 
 def test_where_all_diverge_lower_is_tried():
