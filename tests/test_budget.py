@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from torchfoam import FOAM, param_groups
+from torchfoam.budget import parse_bytes
 
 
 def model() -> nn.Sequential:
@@ -67,3 +68,34 @@ def test_what_cannot_be(budget: str, message: str) -> None:
 def test_an_override_keeps_its_level() -> None:
     found = levels(param_groups(model(), state_budget="1MB", overrides={"1.weight": {"level": 3}}))
     assert found["1.weight"] == 3 and found["2.weight"] == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "number"),
+    [("1TB", 10**12), ("2 TiB", 2**41), ("0.57GB", 570_000_000), ("1.5kB", 1500), (2**62 + 1, 2**62 + 1), (0, 0)],
+)
+def test_sizes(size: int | str, number: int) -> None:
+    assert parse_bytes(size) == number
+
+
+ABSURD = [
+    "9" * 400,
+    "9" * 5000 + "GB",
+    "1e400",
+    "inf",
+    "nan",
+    "-1GB",
+    "8EB",
+    "9000000000TiB",
+    10**400,
+    10**5000,
+    -1,
+    2.5e30,
+]
+
+
+@pytest.mark.parametrize("size", [*ABSURD, float("inf"), float("nan"), None, ""], ids=lambda x: type(x).__name__)
+def test_absurd_sizes_are_one_line(size: object) -> None:
+    with pytest.raises(ValueError, match="size must look like") as e:
+        parse_bytes(size)  # type: ignore[arg-type]
+    assert len(str(e.value)) < 200

@@ -40,7 +40,9 @@ def memory(text: str) -> int:
         return CARDS[name]
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if found and found[2] in UNITS:
-        size = int(float(found[1]) * UNITS[found[2]])
+        size = int(min(float(found[1]) * UNITS[found[2]], 2**63))
+        if size == 2**63:
+            raise UserError(f"no card has {text.strip()[:40]!r}: give a size such as 24GB")
         if not found[2] and size < 10**6:
             raise UserError(f"a card of {size} bytes? give a unit: {text.strip()}GB or {text.strip()}GiB")
         if size > 0:

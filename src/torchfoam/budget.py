@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from math import sqrt
 
 from torch import Tensor
 
 from .fold import Level, block
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+_MOST = 2**63  # no machine counts more
 
 
 def parse_bytes(size: int | str) -> int:
@@ -27,10 +31,13 @@ def parse_bytes(size: int | str) -> int:
     >>> parse_bytes("1.5MB"), parse_bytes("1MiB")
     (1500000, 1048576)
     """
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", str(size))
-    if not match or match[2].upper() not in _UNITS:
-        raise ValueError(f"size must look like 300MB, 0.3GB, 286MiB or a number of bytes, got {size!r}")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    absurd = isinstance(size, int) and abs(size) >= _MOST  # Python writes no number of more than 4300 digits
+    match = None if absurd else re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", str(size))
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if not match or not unit or not float(match[1]) * unit < _MOST:
+        got = "more than 2^63 bytes" if absurd else f"{str(size)[:40]!r}"
+        raise ValueError(f"size must look like 300MB, 0.3GB, 286MiB or a number of bytes, below 2^63, got {got}")
+    return int(Fraction(match[1]) * unit)
 
 
 def fit_levels(

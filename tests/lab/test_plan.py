@@ -270,7 +270,14 @@ def test_sizes(text, size):
 
 @pytest.mark.parametrize(
     "text, said",
-    [("24QB", "unknown unit"), ("rtx-4091", "rtx-4090"), ("24", "24GB"), ("-3GB", "24GB"), ("0GB", "24GB")],
+    [
+        ("24QB", "unknown unit"),
+        ("rtx-4091", "rtx-4090"),
+        ("24", "24GB"),
+        ("-3GB", "24GB"),
+        ("0GB", "24GB"),
+        ("9" * 400, "24GB"),
+    ],
 )
 def test_nonsense_sizes(text, said):
     with pytest.raises(UserError, match=said):
