@@ -126,3 +126,15 @@ def test_the_ratio_of_what_is_not_finite_is_nan(value: float) -> None:
     x = torch.ones(2, 8)
     x[0, 0] = value
     assert math.isnan(residual_ratio(x, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("size", [3e38, 1e30, 1e20, 1.0, 1e-20, 1e-30, 1e-38])
+@pytest.mark.parametrize(("level", "columns"), [(2, 12), (2, 13), ("row", 12), (0, 12)])
+def test_the_ratio_does_not_depend_on_the_size_of_the_numbers(
+    dtype: torch.dtype, size: float, level: int | str, columns: int
+) -> None:
+    x = numbers(5, columns).clamp(-1, 1).mul(size).to(dtype)
+    wide = x.double() / size
+    expected = float(residual(wide, level).norm() / wide.norm())  # type: ignore[arg-type]
+    assert residual_ratio(x, level) == pytest.approx(expected, abs=2e-3 if level == 0 else 1e-4)  # type: ignore[arg-type]

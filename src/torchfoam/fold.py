@@ -17,6 +17,7 @@ Source: Wen et al., "FOAM: Blocked State Folding for Memory-Efficient LLM Traini
 
 from __future__ import annotations
 
+from math import isfinite, nan
 from typing import Literal
 
 import torch
@@ -95,17 +96,24 @@ def residual(x: Tensor, level: Level) -> Tensor:
 def residual_ratio(x: Tensor, level: Level) -> float:
     """delta = |x - unfold(fold(x))| / |x| over the whole tensor, in [0, 1]; 0 for zeros, NaN for what is not finite.
 
-    From |x|^2 = |unfold(fold(x))|^2 + |residual|^2, without a full-size temporary in float32.
+    From |x|^2 = |unfold(fold(x))|^2 + |residual|^2, without a full-size temporary in float32 unless the largest entry
+    is so large or small that squares would overflow or vanish.
 
     >>> residual_ratio(torch.tensor([1., 1., 3., 3.]), 1), residual_ratio(torch.tensor([1., -1.]), 1)
     (0.0, 1.0)
     """
     if x.numel() == 0:
         return 0.0
-    f = fold(x.float() if x.dtype != torch.float64 else x, level).square()
+    x = x if x.dtype == torch.float64 else x.float()
+    top = float(torch.linalg.vector_norm(x, float("inf")))
+    if top == 0 or not isfinite(top):
+        return 0.0 if top == 0 else nan
+    if not 2.0**-30 < top < 2.0**30:
+        x = x / top
+    f = fold(x, level).square()
     C = x.shape[-1] if x.ndim else 1
     if last := C % block(level, C):
         f[..., -1] *= last / block(level, C)
     whole = torch.linalg.vector_norm(x, dtype=f.dtype).square()
     kept = f.sum() * block(level, C)
-    return float((1 - kept / whole.clamp(min=torch.finfo(f.dtype).tiny)).clamp(0, 1).sqrt()) if whole != 0 else 0.0
+    return float((1 - kept / whole).clamp(0, 1).sqrt())
