@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -384,6 +385,32 @@ def test_cc_may_be_quoted_or_missing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(RuntimeError, match="CC names 'no-such-compiler', which is not there; install gcc"):
         cpu.build(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "message"),
+    [
+        ("exit 0", "", "reported success but wrote no library; set CC"),
+        ('while [ "$1" != -o ]; do shift; done; : > "$2"', "", "reported success but wrote no library; set CC"),
+        ('while [ "$1" != -o ]; do shift; done; echo nonsense > "$2"', "", "cannot be loaded .*; set CC"),
+        (None, "-c", "cannot be loaded .*CFLAGS"),
+        (None, "-Dfoam_adam=other", "cannot be loaded .*foam_adam.*CFLAGS"),
+    ],
+    ids=["no file", "empty", "nonsense", "object", "no function"],
+)
+def test_a_compiler_that_succeeds_without_a_library(
+    script: str | None, flags: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if script:
+        fake = tmp_path / "fakecc"
+        fake.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit 0\n{script}\n')
+        fake.chmod(0o755)
+        monkeypatch.setenv("CC", str(fake))
+    monkeypatch.setenv("CFLAGS", f"{flags} -O0")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    found = cpu._library.__wrapped__()
+    assert isinstance(found, str) and re.search(message, found), found
+    assert len(found.splitlines()) == 1
 
 
 class Memory(TorchDispatchMode):

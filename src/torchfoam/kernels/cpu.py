@@ -37,6 +37,7 @@ SOURCE = Path(__file__).with_name("cpu.c")
 FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the enum in cpu_storage.h, as is the next
 MOMENTS = {**FLOATS, torch.uint8: 3}
+MEND = "set CC to a working C compiler (gcc or clang) and look at CFLAGS"
 FIELDS = 12  # of the struct Task in cpu.c
 
 
@@ -105,6 +106,8 @@ def build(folder: Path | None = None, extra: Sequence[str] = ()) -> Path:
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
             made = Path(scratch) / "cpu.so"
             _run([*command, *flags, str(SOURCE), "-o", str(made), "-lm"])
+            if not made.is_file() or not made.stat().st_size:
+                raise RuntimeError(f"{command[0]} reported success but wrote no library; {MEND}")
             return made.replace(cache / f"{name}-{_digest(made.read_bytes())}.so")
     except OSError as error:
         raise RuntimeError(f"cannot write to {cache}: {error.strerror}; set XDG_CACHE_HOME") from None
@@ -128,8 +131,10 @@ def _library() -> Callable[..., int] | str:
     """The step function, or why there is none. Built on first use, once a process."""
     try:
         return load(build())
-    except (RuntimeError, OSError) as error:
+    except RuntimeError as error:
         return str(error)
+    except (OSError, AttributeError) as error:
+        return f"what the compiler built cannot be loaded ({error}); {MEND}"
 
 
 @functools.cache
