@@ -153,7 +153,7 @@ def recipe(name: str) -> Path:
         raise UserError(f"{name} is a run folder: `foamlab train --resume {name}` goes on with it")
     if path.suffix in (".yaml", ".yml"):
         raise UserError(f"no such file: {name}; `foamlab train demo --print_config > {name}` makes one to start from")
-    return known[known_name(name, known, "preset")]
+    return known[known_name(name, sorted(known, key=len), "preset")]  # the plainest first
 
 
 def _config(values: Any) -> RunConfig:

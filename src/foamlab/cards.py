@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from difflib import get_close_matches
 
-from .config import UserError
+from .config import UserError, nearest
 
 GiB = 2**30
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
@@ -49,8 +48,8 @@ def memory(text: str) -> int:
             return size
     if found and found[2] not in UNITS:
         raise UserError(f"unknown unit in {text!r}: use MB, GB (10^9 bytes), MiB or GiB (2^30 bytes)")
-    near = get_close_matches(name, CARDS, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]}? " if near else ""
+    near = nearest(name, CARDS)
+    hint = f"did you mean {near}? " if near else ""
     raise UserError(f"unknown card or size {text!r}: {hint}give a size such as 24GB, or one of {', '.join(CARDS)}")
 
 

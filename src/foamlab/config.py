@@ -6,9 +6,10 @@ every room can name its settings. Reading files and flags into these is `cli.py`
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from typing import Any, Literal
 
 
@@ -21,10 +22,31 @@ def known_name(name: str, known: Iterable[str], what: str) -> str:
     known = list(known)
     if name in known:
         return name
-    near = get_close_matches(name, known, n=1, cutoff=0.4)
+    near = nearest(name, known)
     raise UserError(
-        f"unknown {what} {name!r}: " + (f"did you mean {near[0]}? " if near else "") + f"known: {', '.join(known)}"
+        f"unknown {what} {name!r}: " + (f"did you mean {near}? " if near else "") + f"known: {', '.join(known)}"
     )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name most like this one, upper and lower case alike; "" if none is.
+
+    A word without a dash is also held against the family that several names share (lama: llama-1m, llama-10m, ...).
+    Of those equally alike the first is taken, so a table begins with what is wanted most.
+
+    >>> nearest("lama", ["gpt2", "llama-1m", "llama-8b"]), nearest("llama-8", ["llama-1m", "llama-8b"])
+    ('llama-1m', 'llama-8b')
+    """
+    known, word = list(known), name.lower()
+    families = Counter(x.partition("-")[0] for x in known)
+
+    def alike(x: str) -> float:
+        family = x.partition("-")[0]
+        sought = (x, family) if "-" not in word and families[family] > 1 else (x,)
+        return max(SequenceMatcher(None, word, y.lower()).ratio() for y in sought)
+
+    best = max(known, key=alike, default="")
+    return best if best and alike(best) >= 0.4 else ""
 
 
 @dataclass
