@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from torchfoam import FOAM, routing_table
 
-from . import machine, models, optimizers, thrift
+from . import machine, models, optimizers, simulate, thrift
 from .config import DataConfig, RunConfig, known_name
 from .corpora import DATASETS
 from .tokenizer import identify, make
@@ -41,7 +41,8 @@ def preview(config: RunConfig) -> str:
     if not optimizers.state_bytes(optimizer):  # most optimizers make their state in the first step
         for p in model.parameters():
             p.grad = torch.empty_like(p)
-        optimizer.step()
+        with simulate.Tracker(hypothetical=True):  # some ask for values, which there are none
+            optimizer.step()
     weights = sum(p.numel() for p in model.parameters())
     size, state = weights * dtype.itemsize, optimizers.state_bytes(optimizer)
     lines = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -78,6 +79,16 @@ def test_train_and_its_dry_run_refuse_options(sealed, name, options, message):
 def test_train_refuses_values(sealed, values, message):
     with pytest.raises(UserError, match=message):
         train(replace(sealed, optimizer=OptimizerConfig("sgd", **values)))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_has_a_dry_run(sealed, name):
+    if OPTIMIZERS[name].install:
+        pytest.importorskip("bitsandbytes")
+        pytest.importorskip("pytorch_optimizer")
+    options = {"from_scratch": True} if name == "lora" else {}
+    said = preview(replace(sealed, optimizer=OptimizerConfig(name, options=options)))
+    assert re.search(r" [1-9][0-9,]* of optimizer state", said)
 
 
 def test_switches_that_need_foam(sealed):
