@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchfoam import PAPER, param_groups
 
 from .config import OptimizerConfig, UserError, known_name
-from .rivals import ADAM_RATES, BETAS, HIGH_RATES, RIVALS, SCALES
+from .rivals import ADAM_RATES, BETAS, HIGH_RATES, RIVALS, SCALES, hushed
 from .routing import Entry, Routed, Settings, matrices, plain_adamw, split
 
 # options that the meta device cannot judge, and those that only the whole model can
@@ -246,7 +246,8 @@ def _entry(name: str) -> Entry:
 
 def _kind(entry: Entry) -> type:
     try:
-        return resolve_name(entry.kind)
+        with hushed():
+            return resolve_name(entry.kind)
     except (ImportError, AttributeError) as e:
         raise UserError(f"{entry.kind} cannot be imported ({e}): pip install {entry.install or 'a newer torch'}") from e
 

@@ -13,6 +13,9 @@ Packages are imported when such an optimizer is built, not before. What stands w
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from math import sqrt
 from typing import Any
@@ -29,6 +32,21 @@ ADAM_RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 HIGH_RATES = (3e-3, 1e-2, 3e-2)
 SCALES = (0.125, 0.25, 0.5, 1.0)
 PROJECTIONS = ("std", "reverse_std", "right", "left", "full", "random")
+
+
+@contextmanager
+def hushed() -> Iterator[None]:
+    """Let imports in the block pass over one line of bitsandbytes: it misses a package for inference in 4 bits."""
+    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
+
+    def relevant(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
+
+    log.addFilter(relevant)
+    try:
+        yield
+    finally:
+        log.removeFilter(relevant)
 
 
 def adamw8bit(model: nn.Module, kind: type, s: Settings, *, embedding_bits: int = 32, **options: Any) -> Optimizer:
@@ -127,11 +145,13 @@ def lora(
             "adapters on random weights all the same)"
         )
     try:
-        from peft import LoraConfig, inject_adapter_in_model
+        with hushed():
+            from peft import LoraConfig, inject_adapter_in_model
     except ImportError as e:
         raise UserError(f"lora needs peft ({e}): pip install {INSTALL}") from None
     names = [n.removesuffix(".weight") for n, _ in matrices(model)[0]]
-    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=names), model)
+    with hushed():
+        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=names), model)
     return plain_adamw(trainable(model), replace(s, lr=s.lr * s.scale), "adapters")
 
 

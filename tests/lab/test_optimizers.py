@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import subprocess
 import sys
 from importlib.util import find_spec
 
@@ -406,3 +408,28 @@ def test_studies_name_optimizers_and_options_that_exist():
             make(case.optimizer, toy()) if not case.options else build(
                 OptimizerConfig(case.optimizer, scale=case.scale, options=case.options), toy()
             )
+
+
+def test_one_line_of_bitsandbytes_is_passed_over_and_no_other(caplog):
+    from foamlab.rivals import hushed
+
+    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    with hushed():
+        log.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s", "no kernels")
+        log.warning("The installed version was compiled without %s", "8-bit optimizers")
+    log.warning("Failed to load CPU gemm_4bit_forward: told after the import")
+    assert [r.getMessage().split()[0] for r in caplog.records] == ["The", "Failed"]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", ["adamw8bit", "lora"])
+def test_a_rival_is_built_without_a_word(name):
+    for package in ("bitsandbytes", "peft"):
+        pytest.importorskip(package)
+    code = (
+        "import torch; from foamlab.optimizers import OptimizerConfig, build; from torch import nn\n"
+        f"build(OptimizerConfig({name!r}, options={{'from_scratch': True}} if {name!r} == 'lora' else {{}}),"
+        " nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
