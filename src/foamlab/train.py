@@ -6,6 +6,7 @@ The loop itself is `loop.py`. Nothing is printed here: see `on_event`.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import checkpoint, data, fit, machine, models, optimizers, thrift
+from . import checkpoint, data, fit, machine, models, optimizers, record, thrift
 from .config import RunConfig, TrainConfig, UserError
 from .loop import PLACE, OnEvent, Result, Training, plain
 
@@ -68,6 +69,8 @@ def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = 
                 raise UserError(f"{source} lacks {', '.join(missing)}: it was not written by foamlab train")
             for message in changes(json.loads(saved["config"]), plain(config), source):
                 emit({"kind": "note", "message": message})
+            if not world.rank and (held := record.lock(folder)) is not None:
+                os.close(held)  # only looked at, before the text is read: the recorder takes it for good
         else:
             folder = Path(config.out or "runs")
             if config.out and folder.exists():

@@ -432,6 +432,28 @@ def test_an_existing_folder_is_never_written(home: Path, tmp_path: Path) -> None
     assert small.tree(tmp_path / "run") == {"thesis.txt": b"years of work"}
 
 
+def test_two_resumes_at_once_are_one_too_many(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fcntl")
+    c = small.config(home, tmp_path / "run")
+    train(c, on_event=stop_at(3))
+    again: list[str] = []
+
+    def second(event: dict[str, Any]) -> None:
+        if event["kind"] == "train" and not again:
+            before = small.tree(tmp_path / "run")
+            with monkeypatch.context() as m:
+                m.setattr(data, "prepare", lambda *_: pytest.fail("the text was read"))
+                with pytest.raises(UserError, match=r"another process is writing .*then resume") as e:
+                    train(c, resume=tmp_path / "run")
+            assert small.tree(tmp_path / "run") == before
+            again.append(str(e.value))
+
+    assert train(c, resume=tmp_path / "run", on_event=second).status == "done"
+    assert len(again) == 1 and "\n" not in again[0]
+    train(small.config(home, tmp_path / "whole"))
+    same(tmp_path / "run", tmp_path / "whole")
+
+
 def test_runs_without_a_name_are_numbered(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for number in (1, 2):
