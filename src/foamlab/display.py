@@ -53,7 +53,7 @@ class Bars(Progress):
     def get_renderables(self) -> Iterable[RenderableType]:
         yield self.make_tasks_table(self.tasks)
         if self.figures:
-            yield Text(self.figures)
+            yield Text(self.figures, no_wrap=True, overflow="ellipsis")  # a number that is cut must look it
 
 
 class Watch:
