@@ -74,7 +74,8 @@ class DataConfig:
         sequence: tokens in a row.
         mode: packed (documents joined and cut into full rows) or paper (one document a row, truncated and padded).
         validation: share of documents held out, chosen by a hash of each document.
-        limit: use at most this many documents; 0 means all (a hub stream needs a limit).
+        limit: use at most this many documents; 0 means all. Of files they are drawn by a hash of each document, of a
+            hub stream (which needs a limit) they are the first.
         column: the text column of jsonl, csv, parquet and hub data; empty means guess.
         cache: folder for token files; empty means ~/.cache/foamlab.
         workers: threads that tokenize; 0 means one a core.

@@ -35,12 +35,14 @@ class Source:
         read: yields documents; its argument takes warnings, one line each.
         size: bytes of text to expect; 0 where unknown.
         about: further facts worth recording that do not change the documents.
+        stream: too long to be read to its end: a limit takes the first documents, not some of all.
     """
 
     facts: dict[str, Any]
     read: Callable[[Callable[[str], None]], Iterator[str]]
     size: int
     about: dict[str, Any]
+    stream: bool = False
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,7 @@ def _hub(config: DataConfig, argument: str, progress: Progress) -> Source:
             why = " ".join(str(error).split())[:300]
             raise UserError(f"cannot stream {config.name}: check its name and the network ({why})") from error
 
-    return Source(facts, read, 0, about)
+    return Source(facts, read, 0, about, stream=True)
 
 
 def _c4(config: DataConfig, argument: str, progress: Progress) -> Source:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import heapq
 import json
 import os
 import platform
@@ -51,6 +52,7 @@ def cached(config: DataConfig, progress: Progress) -> tuple[Path, dict[str, Any]
         "tokenizer": identify(config.tokenizer),
         "validation": config.validation,
         "limit": config.limit,
+        **({"limited": "by hash"} if config.limit and not source.stream else {}),
     }
     key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
     root = Path(config.cache or "~/.cache/foamlab").expanduser()
@@ -128,14 +130,28 @@ class _Distinct:
     """The documents of a source without blanks and copies, at most `limit`, each with its split.
 
     The split is the first 64 bits of a document's hash, as a fraction, against the validation share: it does not
-    change when other documents come or go. Memory: some 100 bytes a document.
+    change when other documents come or go. Those whose second 64 bits are above `bound` are left out.
+    Memory: some 100 bytes a document.
     """
 
-    def __init__(self, texts: Iterator[str], config: DataConfig) -> None:
-        self.texts, self.limit, self.share = texts, config.limit, config.validation
+    def __init__(self, texts: Iterator[str], config: DataConfig, bound: bytes = b"\xff" * 8) -> None:
+        self.texts, self.limit, self.share, self.bound = texts, config.limit, config.validation, bound
         self.counts = {"documents": 0, "bytes": 0, "duplicates": 0, "blank": 0, "not_unicode": 0}
 
     def __iter__(self) -> Iterator[_Piece]:
+        counts = self.counts
+        for text, size, digest in self.distinct():
+            if digest[8:] > self.bound:
+                continue
+            counts["documents"] += 1
+            counts["bytes"] += size
+            held_out = int.from_bytes(digest[:8], "big") < self.share * 2**64
+            yield _Piece(text, SPLITS[held_out])
+            if counts["documents"] == self.limit:
+                return
+
+    def distinct(self) -> Iterator[tuple[str, int, bytes]]:
+        """(text, its bytes, its hash) of every document that is none of the others."""
         counts, seen = self.counts, set()
         for text in self.texts:
             if not text.strip():
@@ -151,12 +167,19 @@ class _Distinct:
                 counts["duplicates"] += 1
                 continue
             seen.add(digest)
-            counts["documents"] += 1
-            counts["bytes"] += len(data)
-            held_out = int.from_bytes(digest[:8], "big") < self.share * 2**64
-            yield _Piece(text, SPLITS[held_out])
-            if counts["documents"] == self.limit:
-                return
+            yield text, len(data), digest
+
+
+def _bound(source: Source, config: DataConfig, progress: Progress) -> bytes:
+    """The hash up to which the `limit` documents with the lowest ones are taken: a sample of all, in their order.
+
+    Files may be sorted (reviews by their verdict), so their first documents would stand for few of the others. What a
+    lower limit takes, a higher one takes too.
+    """
+    progress({"stage": "hash", "share": None})
+    everything = _Distinct(source.read(lambda warning: None), config).distinct()
+    lowest = heapq.nsmallest(config.limit, (digest[8:] for _, _, digest in everything))
+    return lowest[-1] if lowest else b""
 
 
 def _pieces(document: _Piece) -> Iterator[_Piece]:
@@ -205,7 +228,8 @@ class _Writer:
 
 def _build(folder: Path, about: dict[str, Any], source: Source, config: DataConfig, progress: Progress) -> None:
     warnings: list[str] = []
-    distinct = _Distinct(source.read(warnings.append), config)
+    chosen = (_bound(source, config, progress),) if config.limit and not source.stream else ()
+    distinct = _Distinct(source.read(warnings.append), config, *chosen)
     tokenizer, documents = _tokenizer(config, iter(distinct), progress)
     tokenizer.save(folder)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from itertools import pairwise
 from pathlib import Path
 
@@ -147,10 +148,48 @@ def test_permuted_looks_random_and_reaches_far() -> None:
     assert len(set(far.tolist())) == 2 and far.min() >= 0 and far.max() < 10**15
 
 
-def test_limit_takes_the_first_documents(place: Path) -> None:
-    data = corpus(place, limit=50)
+def limited(place: Path, limit: int, **changes: object) -> list[str]:
+    data = corpus(place, limit=limit, **changes)
     read = documents_of(data, "train") + documents_of(data, "validation")
-    assert sorted(read) == sorted(document(i) for i in range(50))
+    assert len(read) == min(limit, 200)
+    return read
+
+
+def test_a_limit_takes_some_of_all_files_and_a_lower_one_some_of_those(place: Path) -> None:
+    fifty, hundred = limited(place, 50), limited(place, 100)
+    assert set(fifty) < set(hundred) < {document(i) for i in range(200)}
+    assert fifty == limited(place, 50, cache=str(place / "again"))  # the same each time
+    halves = [sum(document(i) in set(fifty) for i in half) for half in (range(100), range(100, 200))]
+    assert min(halves) >= 13  # 25 expected; 4 standard deviations are 12
+    assert sorted(limited(place, 300)) == sorted(document(i) for i in range(200))
+
+
+def test_a_limited_corpus_sorted_by_verdict_has_both(tmp_path: Path) -> None:
+    lines = [f"{i},{'bad' if i < 500 else 'good'} film number {i}" for i in range(1000)]
+    (tmp_path / "reviews.csv").write_text("id,text\n" + "\n".join([*lines, *lines]), "utf-8")
+    config = DataConfig(f"text:{tmp_path / 'reviews.csv'}", "bytes", 8, validation=0.2, limit=100, cache=str(tmp_path))
+    data = prepare(config, 0)
+    read = documents_of(data, "train") + documents_of(data, "validation")
+    assert len(read) == 100 and 30 <= sum(text.startswith("good") for text in read) <= 70
+    for split in ("train", "validation"):  # those taken keep their order
+        numbers = [int(text.split()[-1]) for text in documents_of(data, split)]
+        assert numbers == sorted(numbers)
+
+
+# of a corpus without a limit, by the first version of the cache: records of runs name these
+FOLDERS = {
+    "bytes": "c7634c545d36afae160f3664ff9eadbec38a83608f75a6994db89ca89cebccf0",
+    "bpe:400": "03f386dfb9fe9b70af4cdb18021223e2cfdf4cd8fbb67a24f94b483e9968bf9d",
+}
+
+
+@pytest.mark.parametrize("tokenizer", FOLDERS)
+def test_tokens_of_a_whole_corpus_are_what_they_were(place: Path, tokenizer: str) -> None:
+    folder = corpus(place, tokenizer=tokenizer).folder
+    files = [folder / f"{split}.{kind}" for split in ("train", "validation") for kind in ("bin", "offsets")]
+    assert hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() == FOLDERS[tokenizer]
+    if tokenizer == "bytes":
+        assert corpus(place).describe()["hash"].startswith("a6d895d1965b04b8")
 
 
 def test_describe_counts(place: Path) -> None:

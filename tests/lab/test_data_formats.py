@@ -203,6 +203,8 @@ def test_hub_streams_a_local_folder_with_the_real_library(tmp_path: Path, monkey
     config = DataConfig(f"hub:{tmp_path / 'set'}", "bpe:300", 8, validation=0.2, limit=60, cache=str(tmp_path / "c"))
     data = prepare(config, 0)
     assert sum(data.describe()["documents"].values()) == 60
+    last = data.tokens("train")[data.offsets("train")[-2] :]
+    assert int(data.tokenizer.decode(last).split()[-1]) < 60  # of a stream, the first
     config.column = "missing"
     with pytest.raises(UserError, match="its columns are: id, text"):
         prepare(config, 0)
