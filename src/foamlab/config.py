@@ -31,16 +31,19 @@ def known_name(name: str, known: Iterable[str], what: str) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known name most like this one, upper and lower case alike; "" if none is.
 
-    A word without a dash is also held against the family that several names share (lama: llama-1m, llama-10m, ...).
-    Of those equally alike the first is taken, so a table begins with what is wanted most.
+    A name that begins so comes first. A word without a dash is also held against the family that several names share
+    (lama: llama-1m, llama-10m, ...). Of those equally alike the first is taken, so a table begins with what is wanted
+    most.
 
-    >>> nearest("lama", ["gpt2", "llama-1m", "llama-8b"]), nearest("llama-8", ["llama-1m", "llama-8b"])
-    ('llama-1m', 'llama-8b')
+    >>> nearest("lama", ["gpt2", "llama-1m", "llama-8b"]), nearest("llama-60m", ["llama-10m", "llama-60m-paper"])
+    ('llama-1m', 'llama-60m-paper')
     """
     known, word = list(known), name.lower()
     families = Counter(x.partition("-")[0] for x in known)
 
     def alike(x: str) -> float:
+        if word and x.lower().startswith(word):
+            return 1.0
         family = x.partition("-")[0]
         sought = (x, family) if "-" not in word and families[family] > 1 else (x,)
         return max(SequenceMatcher(None, word, y.lower()).ratio() for y in sought)
