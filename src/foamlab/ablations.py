@@ -7,7 +7,7 @@ is right.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,14 +110,11 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-BASE = Case("base")  # the paper's FOAM: level 2, alpha 0.25, rho 1, mean square, all corrected, folded along rows
-
-
 def _options(key: str, *values: Any, optimizer: str = "foam-paper") -> list[Case]:
     return [Case(str(value), optimizer, options={key: value}) for value in values]
 
 
-# study -> (what is varied, its settings; the one that is FOAM as in the paper is BASE under its value)
+# study -> (what is varied, its settings; one that names nothing is FOAM as in the paper at the scale of all)
 STUDIES: dict[str, tuple[str, list[Case]]] = {
     "residual": ("residual given back to each weight", [Case("on"), *_options("residual", 0.0)]),
     "second-moment": (
@@ -130,7 +127,7 @@ STUDIES: dict[str, tuple[str, list[Case]]] = {
     ),
     "alpha": (
         "rate of matrices, relative to lr",
-        [Case(f"{x:g}", scale=x) if x != 0.25 else Case("0.25") for x in (0.0625, 0.125, 0.25, 0.5, 1.0)],
+        [Case(f"{x:g}", scale=x) for x in (0.0625, 0.125, 0.25, 0.5, 1.0)],
     ),
     "rho": (
         "share of the residual",
@@ -149,3 +146,10 @@ STUDIES: dict[str, tuple[str, list[Case]]] = {
         [Case("both"), *_options("residual_in_v", False, optimizer="foam-ablation")],
     ),
 }
+
+
+def with_own(cases: Sequence[Case], scale: float) -> list[Case]:
+    """The cases of a study; in one that varies the scale, that of all others has its place among them."""
+    if any(case.scale is None for case in cases) or scale in [case.scale for case in cases]:
+        return list(cases)
+    return sorted([*cases, Case(f"{scale:g}", scale=scale)], key=lambda case: case.scale or 0)

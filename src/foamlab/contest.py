@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,8 @@ def search(arm: Arm, seed: int, outcomes: Mapping[str, Outcome]) -> Found:
 
     Each key is tried at all its values, the others at the best so far, and all again until none moves. If the best is
     at an end, one value more is tried beyond it, at the same ratio, once a key; a key that is at an end even so is
-    reported in `edge`.
+    reported in `edge`. A point is left only for one that is not worse: what follows from two values in turns is
+    rounded, so that it may miss the point that it came from by a digit, and the search would go in circles.
     """
     found = Found(dict(arm.start), [])
     grids = {key: list(values) for key, values in arm.tune.items()}
@@ -133,7 +134,9 @@ def search(arm: Arm, seed: int, outcomes: Mapping[str, Outcome]) -> Found:
             best = _tune(arm, seed, key, grids, found, outcomes)
             if best is None:
                 return found
-            found.point = best.point
+            now, then = (outcomes[t.name] for t in (replace(best, point=found.point), best))
+            if not now.over or then.rank < now.rank or (then.rank == now.rank and now.status != "done"):
+                found.point = best.point
         if found.point == before:
             return found
 
@@ -181,7 +184,8 @@ def beyond(values: Sequence[Any], end: Any) -> float | None:
     near = values[1] if end == values[0] else values[-2]
     if not all(isinstance(x, (int, float)) and not isinstance(x, bool) and x > 0 for x in (end, near)):
         return None
-    return float(f"{end * end / near:.2g}")
+    further = float(f"{end * (end / near):.2g}")
+    return further if 0 < further < math.inf else None
 
 
 def wanted(
@@ -206,7 +210,7 @@ def wanted(
             first = outcomes[trials(arm)[0].name]
             if first.status == "done" or not first.over:  # what was given up is not repeated
                 todo += [t for t in trials(arm) if not outcomes[t.name].over]
-    return sorted(todo, key=_distance), found
+    return sorted({trial.name: trial for trial in todo}.values(), key=_distance), found
 
 
 def _distance(trial: Trial) -> float:

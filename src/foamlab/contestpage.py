@@ -135,7 +135,10 @@ def _notes(book: Book) -> dict[str, str]:
         "sensitivity-lr": f"Where scale is tuned too, the rate of matrices, lr * scale, is held. {lost}",
         "sensitivity-scale": f"Scale is the rate of matrices relative to lr, which is held. {lost}",
         "residual": f"{RATIOS} The best contestant that recorded it.",
-        **{f"study-{name}": "* the paper's setting." for name in book.contest["studies"]},
+        **{
+            f"study-{name}": "* FOAM as in all studies: the paper's, at the rates given."
+            for name in book.contest["studies"]
+        },
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,25 @@ def standings(folder: Path, contest: Mapping[str, Any]) -> dict[str, Any]:
     arms = [Arm(**a) for a in contest["contestants"]]
     seeds, outcomes = contest["seeds"], Outcomes(folder)
     _, found = wanted(arms, seeds, contest["finalists"], outcomes)
-    told, rows, final = {}, [], {}
+    told, rows, final, lost = {}, [], {}, {}
     for arm in arms:
         f = found[arm.label]
         told[arm.label] = {"best": None if f.todo else f.point, "extended": f.extended, "edge": f.edge}
         trials = [Trial(arm, f.point, seed, "seeds") for seed in seeds]
         done = [] if f.todo else [t.name for t in trials if outcomes[t.name].status == "done"]
         final[arm.label] = summarize([folder / name for name in done]) if done else []
+        if done and (gone := [t.seed for t in trials if outcomes[t.name].over and t.name not in done]):
+            lost[arm.label] = gone
         rows.append(_row(arm, f, final[arm.label], outcomes[trials[0].name]))
     runs = [{"folder": n, **asdict(o)} for n, o in outcomes.items() if o.status != "none"]
     rows.sort(key=lambda row: (row["loss"] is None, row["loss"] or 0.0))
-    said, k = verdicts(contest["kind"], rows, final, contest.get("studies", {}))
+    said, k = verdicts(contest["kind"], rows, final, contest.get("studies", {}), lost)
     return {
         "search": told,
         "runs": sorted(runs, key=lambda run: str(run["folder"])),
         "results": rows,
         "verdicts": said,
-        "cautions": _cautions(contest, rows, [run for runs in final.values() for run in runs], k),
+        "cautions": _cautions(contest, rows, final, lost, k),
     }
 
 
@@ -58,46 +61,72 @@ def _row(arm: Arm, found: Found, runs: list[Summary], first: Outcome) -> dict[st
 
 
 def verdicts(
-    kind: str, rows: Sequence[Mapping[str, Any]], runs: Mapping[str, list[Summary]], studies: Mapping[str, Any]
+    kind: str,
+    rows: Sequence[Mapping[str, Any]],
+    runs: Mapping[str, list[Summary]],
+    studies: Mapping[str, Any],
+    lost: Mapping[str, list[int]] | None = None,
 ) -> tuple[list[str], int]:
-    """(sentences, how many comparisons they are). Each is tested at 0.05 / comparisons, so that all are at 0.05.
+    """(sentences, how many comparisons the level is divided by, so that the chance of one false claim is 0.05).
 
-    In a contest: the best against all others, and the best form of FOAM against all that is not FOAM. In an ablation:
-    within each study, the paper's setting against the others.
+    In a contest: the best against all others, and the best form of FOAM against all that is not FOAM. Which these are
+    only the losses tell, so that every pair of arms could have been compared: all count. In an ablation: within each
+    study, the paper's setting against the others; these alone count. Pairs with fewer than two common seeds do not.
+    `lost`: seeds of an arm that diverged. What is left of such an arm is no ground for a claim in its favour.
     """
     ranked = [str(row["arm"]) for row in rows if row["n"] and row["loss"] is not None]
-    pairs: list[tuple[str, str]] = []
     if kind == "ablate":
-        for study in studies.values():
-            here = [case["arm"] for case in study["cases"]]
-            pairs += [(study["base"], other) for other in here if other != study["base"]]
-        pairs = [pair for pair in dict.fromkeys(pairs) if set(pair) <= set(ranked)]
-    elif ranked:
+        cases = [(study["base"], case["arm"]) for study in studies.values() for case in study["cases"]]
+        told = [pair for pair in dict.fromkeys(cases) if pair[0] != pair[1] and set(pair) <= set(ranked)]
+        possible = told
+    else:
         ours = [arm for arm in ranked if arm.startswith("foam")]
-        pairs = [(ranked[0], other) for other in ranked[1:]]
-        pairs += [(ours[0], other) for other in ranked if ours and not other.startswith("foam")]
-        pairs = [pair for k, pair in enumerate(pairs) if set(pair) not in map(set, pairs[:k])]
-    said = [f"{_verdict(a, b, runs, len(pairs))}." for a, b in pairs]
-    return said, len(pairs)
+        told = [(ranked[0], other) for other in ranked[1:]]
+        told += [(ours[0], other) for other in ranked if ours and not other.startswith("foam")]
+        told = [pair for k, pair in enumerate(told) if set(pair) not in map(set, told[:k])]
+        possible = list(combinations(ranked, 2))
+    count = sum(len(_common(a, b, runs)) > 1 for a, b in possible)
+    return [f"{_verdict(a, b, runs, 0.05 / max(count, 1), lost or {})}." for a, b in told], count
 
 
-def _verdict(a: str, b: str, runs: Mapping[str, list[Summary]], comparisons: int) -> str:
-    left, right = ({run.seed: run.loss for run in runs[x]} for x in (a, b))
-    seeds = [seed for seed in left if seed in right]
-    if not seeds:
+def _common(a: str, b: str, runs: Mapping[str, list[Summary]]) -> list[tuple[float, float]]:
+    """Losses of two arms with the same seed."""
+    other = {run.seed: run.loss for run in runs[b]}
+    return [(run.loss, other[run.seed]) for run in runs[a] if run.seed in other]
+
+
+def _verdict(a: str, b: str, runs: Mapping[str, list[Summary]], level: float, lost: Mapping[str, list[int]]) -> str:
+    pairs = _common(a, b, runs)
+    if not pairs:
         return f"{a} and {b} share no seed (n = 0): nothing can be said"
-    return verdict(a, b, paired([left[s] for s in seeds], [right[s] for s in seeds]), 0.05 / comparisons)
+    result = paired([x for x, _ in pairs], [y for _, y in pairs])
+    lower = a if result.difference.mean < 0 else b
+    if lower in lost:
+        level = 0.0  # the seeds that went well are no sample
+    return verdict(a, b, result, level)
 
 
 def _cautions(
-    contest: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], runs: list[Summary], comparisons: int
+    contest: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    final: Mapping[str, list[Summary]],
+    lost: Mapping[str, list[int]],
+    comparisons: int,
 ) -> list[str]:
+    runs = [run for arm in final.values() for run in arm]
     said = [str(Rule(**contest["rule"]))]
     if comparisons > 1:
+        what = "planned" if contest["kind"] == "ablate" else "pairs, any of which could have been told"
         said.append(
-            f'{comparisons} comparisons: "beats" needs p < {0.05 / comparisons:.2g} (0.05 / {comparisons}), so that '
-            "the chance of one false claim among all is at most 5 %."
+            f'{comparisons} comparisons ({what}): "beats" needs p < {0.05 / comparisons:.2g} (0.05 / {comparisons}), '
+            "so that the chance of one false claim among all is at most 5 %."
         )
+    said += [
+        f"{arm} did not finish with seed {', '.join(map(str, seeds))}: its figures are of the runs that did, and no "
+        "claim is made in its favour."
+        for arm, seeds in lost.items()
+    ]
+    said += _betas(final)
     tuned = [arm["label"] for arm in contest["contestants"] if any(len(v) > 1 for v in arm["tune"].values())]
     if tuned:
         said.append(
@@ -112,6 +141,18 @@ def _cautions(
             said.append(f"{row['arm']}: no run finished ({row['status']}: {row['why']}).")
     names = [run.optimizer for run in runs if tuned]
     return said + (cautions(runs, tuned=names) if runs else [])
+
+
+def _betas(final: Mapping[str, list[Summary]]) -> list[str]:
+    """Whose betas differ: they are not tuned."""
+    found: dict[str, list[str]] = {}
+    for arm, runs in final.items():
+        for betas in {str(run.settings.get("optimizer.betas")): None for run in runs}:
+            found.setdefault(betas, []).append(arm)
+    if len(found) < 2:
+        return []
+    each = "; ".join(f"{betas} for {', '.join(arms)}" for betas, arms in found.items())
+    return [f"Betas are each optimizer's own and were not tuned: {each}. --optimizer.betas gives all the same."]
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:

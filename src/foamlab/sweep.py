@@ -23,7 +23,7 @@ import torch
 import yaml
 
 from . import data, machine, optimizers, train
-from .ablations import STUDIES
+from .ablations import STUDIES, with_own
 from .config import OptimizerConfig, RunConfig, UserError, known_name
 from .contest import FORMAT, Arm, Outcomes, Rule, Trial, outcome, read, wanted, write
 from .loop import plain
@@ -108,7 +108,7 @@ def comparison(
         tune = {key: list(values) for key, values in entry.tune.items()}
         for key, given in grids.items():
             if values := given.get(name, given.get("")):
-                tune[key] = sorted(values)
+                tune[key] = sorted(set(values))
         note = "; ".join(filter(None, (f"rates: {entry.source}", entry.limits)))
         arms.append(Arm(name, name, dict(full.options), start, tune, note))
     return _checked("compare", config, arms, seeds, finalists, hopeless, hopeless_at, {})
@@ -123,14 +123,14 @@ def ablation(
         UserError: an unknown study, or settings that make no sense.
     """
     base = optimizers.resolve(replace(config.optimizer, name="foam-paper", options={}))
-    rates = sorted(lr) or [float(base.lr or 0)]
+    rates = sorted(set(lr)) or [float(base.lr or 0)]
     arms: dict[str, Arm] = {}
     studies: dict[str, Any] = {}
     for name in names:
         about, cases = STUDIES[known_name(name, STUDIES, "study")]
         told = []
-        for case in cases:
-            plainly = case.optimizer == "foam-paper" and not case.options and case.scale is None
+        for case in with_own(cases, float(base.scale or 0)):
+            plainly = case.optimizer == "foam-paper" and not case.options and case.scale in (None, base.scale)
             start = {"lr": base.lr, "scale": base.scale if case.scale is None else case.scale}
             full = optimizers.resolve(OptimizerConfig(case.optimizer, options=case.options))
             arm = Arm("foam" if plainly else f"{name}-{case.value}", case.optimizer, dict(full.options), start)

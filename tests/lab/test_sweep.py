@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -114,6 +115,33 @@ def test_keys_are_tuned_again_until_none_moves():
     assert "a/lr0.005-scale0.25-seed0" in model.runs, "scale was tuned at another lr first"
 
 
+@pytest.mark.parametrize("case", range(200))
+def test_the_search_ends_at_the_best_it_has_tried_whatever_the_losses(case):
+    """Rates that follow from one another are rounded: what should be one run may be two, a digit apart."""
+    draw = random.Random(case)
+
+    def some(low, high):
+        return sorted({float(f"{10 ** draw.uniform(low, high):.3g}") for _ in range(draw.randint(1, 4))})
+
+    start = {"lr": draw.choice([1e-2, 0.0724]), "scale": draw.choice([0.25, math.sqrt(128)])}
+    arm = replace(ARM, start=start, tune={"lr": some(-3.5, -0.5), "scale": some(-1.5, 0.7)})
+
+    def loss(p, seed):
+        luck = random.Random(f"{case} {p}").random()
+        smooth = valley(3e-3)(p, seed) + 0.8 * math.log(p["lr"]) * math.log(p["scale"])
+        return math.inf if luck < 0.05 else round(smooth + luck, draw.choice([0, 9]) if case % 2 else 9)
+
+    model, found = play([arm], loss)
+    best = min(model.runs, key=lambda name: model.runs[name].rank)
+    assert model.runs[Trial(arm, found["a"].point, 0, "").name].rank == model.runs[best].rank
+
+
+def test_values_that_are_one_run_are_one_run():
+    close = replace(ARM, tune={"lr": [0.0017, 0.0017001]})
+    todo, _ = wanted([close], [0], 0, Model(None))
+    assert len({t.name for t in todo}) == len(todo) == 1
+
+
 def test_where_all_diverge_lower_is_tried():
     _, found = play([ARM], lambda p, seed: math.inf)
     assert found["a"].extended == {"lr": 0.00033} and found["a"].edge == ["lr"]
@@ -140,7 +168,14 @@ def test_an_arms_own_default_is_tried_first():
 
 @pytest.mark.parametrize(
     "values, end, expected",
-    [([1.0, 2.0], 2.0, 4.0), ([1.0, 2.0], 1.0, 0.5), (["a", "b"], "b", None), ([0, 1], 0, None)],
+    [
+        ([1.0, 2.0], 2.0, 4.0),
+        ([1.0, 2.0], 1.0, 0.5),
+        (["a", "b"], "b", None),
+        ([0, 1], 0, None),
+        ([1.0, 1e200], 1e200, None),
+        ([1e-200, 1.0], 1e-200, None),
+    ],
 )
 def test_beyond(values, end, expected):
     assert beyond(values, end) == expected
@@ -167,7 +202,7 @@ def config(home, tmp_path):
 
 
 def test_every_optimizer_has_its_own_grid_unless_one_is_given(config):
-    c = sweep.comparison(config, ["foam-paper", "adamw", "sgd"], [0], lr={"adamw": [2e-3, 1e-3]})
+    c = sweep.comparison(config, ["foam-paper", "adamw", "sgd"], [0], lr={"adamw": [2e-3, 1e-3, 2e-3]})
     grid = {arm.label: arm.tune["lr"] for arm in c.arms}
     assert (
         grid["adamw"] == [1e-3, 2e-3]
@@ -231,6 +266,14 @@ def test_studies_share_the_papers_setting_and_whatever_else_is_the_same(config):
     assert rho["1.0"] == "foam" and rho["0.0"] == "residual-0.0"
     assert all(arm.tune == {"lr": [0.02]} for arm in c.arms)
     assert {arm.start["scale"] for arm in c.arms if not arm.label.startswith("alpha")} == {0.5}
+    # what stands beside a value is run at that value, whatever the scale of the others
+    for scale, values in (0.5, 5), (0.12, 6), (None, 5):
+        config.optimizer.scale = scale
+        c = sweep.ablation(config, ["alpha"], [0])
+        at = {arm.label: arm.start["scale"] for arm in c.arms}
+        cases = c.studies["alpha"]["cases"]
+        assert len(cases) == len({case["arm"] for case in cases}) == values and "foam" in at
+        assert all(float(case["value"]) == at[case["arm"]] for case in cases)
     with pytest.raises(UserError, match=r"unknown study 'levl'.*did you mean level"):
         sweep.ablation(config, ["levl"], [0])
 
@@ -273,9 +316,9 @@ def here(monkeypatch):
     return ran
 
 
-def small_contest(config, **changes):
+def small_contest(config, names=("foam-paper", "adamw"), **changes):
     rates = {"lr": {"": [1e-3, 1e-2]}, "scale": {"foam-paper": [0.5]}}
-    return sweep.comparison(config, ["foam-paper", "adamw"], [0, 1], **{**rates, **changes})
+    return sweep.comparison(config, names, [0, 1], **{**rates, **changes})
 
 
 def test_a_contest_from_beginning_to_end(config, tmp_path, here):
@@ -499,7 +542,8 @@ def test_verdicts_say_n_and_are_corrected_for_their_number():
     }
     rows = [{"arm": name, "n": 4, "loss": 1.0} for name in runs]
     said, count = verdicts("compare", rows, runs, {})
-    assert count == len(said) == 4 and all("n = 4" in s for s in said)
+    # any of the six pairs could have been that of the best and another
+    assert count == 6 and len(said) == 4 and all("n = 4" in s for s in said)
     assert [s.split(" (")[0] for s in said[:3]] == ["muon beats foam", "muon beats adamw", "muon beats foam-row"]
     assert said[3].startswith("foam beats adamw")  # the best FOAM against all that is not FOAM
     # p = 0.03 is no claim among four comparisons
@@ -512,6 +556,36 @@ def test_verdicts_say_n_and_are_corrected_for_their_number():
     more = {**close, **{f"c{k}": close["b"] for k in range(3)}}
     told = verdicts("compare", [{"arm": n, "n": 4, "loss": 1.0} for n in more], more, {})[0]
     assert len(told) == 4 and not any("beats" in s for s in told)
+
+
+def test_claims_among_equals_are_rare():
+    """Arms that differ by chance alone: in at most 5 % of contests is any said to beat another."""
+    draw, false = random.Random(0), 0
+    for _ in range(400):
+        runs = {f"a{k}": [Run(seed, draw.gauss(3, 1)) for seed in range(6)] for k in range(8)}
+        order = sorted(runs, key=lambda name: sum(run.loss for run in runs[name]))
+        told = verdicts("compare", [{"arm": n, "n": 6, "loss": 1.0} for n in order], runs, {})[0]
+        false += any("beats" in sentence for sentence in told)
+    assert false <= 0.05 * 400
+
+
+def test_an_arm_that_lost_a_seed_is_not_said_to_beat():
+    runs = {"a": [Run(s, 1.0 + s / 1e3) for s in range(3)], "b": [Run(s, 2.0 + s / 1.1e3) for s in range(4)]}
+    rows = [{"arm": n, "n": len(runs[n]), "loss": 1.0} for n in runs]
+    assert "a beats b" in verdicts("compare", rows, runs, {})[0][0]
+    assert "not beyond chance" in verdicts("compare", rows, runs, {}, {"a": [3]})[0][0]
+    assert "a beats b" in verdicts("compare", rows, runs, {}, {"b": [4]})[0][0]
+
+
+def test_a_lost_seed_and_other_betas_are_told(config, tmp_path, here):
+    folder = tmp_path / "c"
+    end = sweep.start(small_contest(config, names=["foam-paper", "muon"], lr={"": [1e-3]}, hopeless=0), folder)
+    assert any("(0.9, 0.999)" in x.replace("[", "(").replace("]", ")") and "betas" in x for x in end["cautions"])
+    gone = folder / "muon" / next(r for r in end["results"] if r["arm"] == "muon")["folders"][1].split("/")[1]
+    info = json.loads((gone / "run.json").read_text())
+    (gone / "run.json").write_text(json.dumps({**info, "status": "failed", "error": "stopped: 10 steps"}))
+    told = standings(folder, end)
+    assert any(x.startswith("muon did not finish with seed 1") for x in told["cautions"])
 
 
 def test_standings_of_a_contest_that_has_not_begun(config, tmp_path):
