@@ -48,7 +48,7 @@ def compare(
         from .sweep import comparison
 
         tries, lr_grid, scale_grid = _integers(numbers(seeds, "seeds")), grids(lr, "lr"), grids(scale, "scale")
-        names = [name for name in optimizers.split(",") if name]
+        names = [name for name in optimizers.replace(" ", "").split(",") if name]
         return comparison(config, names, tries, lr_grid, scale_grid, hopeless, hopeless_at, finalists)
 
     return _run("compare", config, begin, jobs, resume)
@@ -78,14 +78,14 @@ def ablate(
     def begin() -> Any:
         from .sweep import ablation
 
-        names = [name for name in studies.split(",") if name]
+        names = [name for name in studies.replace(" ", "").split(",") if name]
         return ablation(config, names, _integers(numbers(seeds, "seeds")), numbers(lr, "lr"))
 
     return _run("ablate", config, begin, jobs, resume)
 
 
 def _integers(values: Iterable[float]) -> list[int]:
-    if any(x != int(x) or x < 0 for x in values):
+    if not all(0 <= x < 2**53 and x == int(x) for x in values):  # what a float holds exactly
         raise UserError(f"--seeds takes whole numbers from 0, got {', '.join(f'{x:g}' for x in values)}")
     return [int(x) for x in values]
 
@@ -97,6 +97,8 @@ def _run(command: str, config: RunConfig, begin: Callable[[], Any], jobs: int, r
     from .contest import FILE
     from .contestpage import report
 
+    if jobs < 0:
+        raise UserError(f"--jobs is a number of runs at a time, or 0; got {jobs}")
     folder = Path(resume or config.out or f"runs/{command}")
     with board() as on_event:
         end = sweep.go_on(config, folder, jobs, on_event) if resume else sweep.start(begin(), folder, jobs, on_event)

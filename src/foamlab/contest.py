@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,10 @@ from .record import read_metrics, read_run, write_atomically, writing
 
 FILE, STOPPED = "contest.json", "stopped.json"
 FORMAT = 1
+NEEDED = (
+    "kind", "status", "command", "started", "settings", "contestants", "seeds", "finalists", "rule", "rule_in_words",
+    "studies",
+)  # fmt: skip
 Point = dict[str, Any]  # what is tuned: {"lr": 0.01, "scale": 0.25, ...}
 
 
@@ -241,21 +247,30 @@ class Outcomes(dict[str, Outcome]):
 
 
 def outcome(folder: Path) -> Outcome:
-    """What became of the trial in `folder`."""
+    """What became of the trial in `folder`.
+
+    Raises:
+        UserError: its files are damaged.
+    """
     if not (folder / "run.json").exists():
         return Outcome("none")
-    if (folder / STOPPED).exists():
-        told = json.loads((folder / STOPPED).read_text(encoding="utf-8"))
-        return Outcome("stopped", told["loss"], told["why"])
-    run = read_run(folder)
+    try:
+        if (folder / STOPPED).exists():
+            told = json.loads((folder / STOPPED).read_text(encoding="utf-8"))
+            return Outcome("stopped", float(told["loss"]), str(told["why"]))
+        run = read_run(folder)
+    except (UserError, OSError, ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{folder} is damaged ({e}): remove it, and --resume runs it again") from None
     error = str(run.info.get("error", ""))
     if run.status == "failed" and error.startswith("stopped: "):
         return Outcome("diverged", why=error)
     evals = run.lines("eval")
-    loss = evals[-1]["loss"] if evals else None
-    if run.status == "done" and loss is None:
+    last = evals[-1] if evals else {"step": -1, "loss": None}
+    if run.status == "done" and last["step"] < (run.info.get("result") or {}).get("step", 0):
+        return Outcome("failed", why="its record has lost the last evaluation")
+    if run.status == "done" and last["loss"] is None:
         return Outcome("diverged", why="its last validation loss is not finite")
-    return Outcome(run.status, math.inf if loss is None else loss, error)
+    return Outcome(run.status, math.inf if last["loss"] is None else last["loss"], error)
 
 
 def hopeless(folder: Path, rule: Rule) -> str:
@@ -277,6 +292,19 @@ def loss_at(folder: Path, step: int) -> float | None:
         if line["kind"] == "eval" and line["step"] == step:
             return math.inf if line["loss"] is None else float(line["loss"])
     return None
+
+
+def newest(folder: Path, tail: int = 8192) -> dict[str, Any]:
+    """Step, loss and evaluation of a run under way, as far as the end of its record tells."""
+    known: dict[str, Any] = {"step": 0, "loss": None, "evaluated": None}
+    with suppress(OSError), open(folder / "metrics.jsonl", "rb") as f:
+        f.seek(max(os.fstat(f.fileno()).st_size - tail, 0))
+        for text in f.read().split(b"\n")[:-1]:
+            with suppress(ValueError):  # the first may be cut
+                line = json.loads(text)
+                known["step"] = line["step"]
+                known["evaluated" if line["kind"] == "eval" else "loss"] = line.get("loss")
+    return known
 
 
 def write(folder: Path, contest: Mapping[str, Any]) -> None:
@@ -308,8 +336,11 @@ def read(folder: Path) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError) as e:
         raise UserError(f"cannot read {folder / FILE}: {e}") from None
-    if contest.get("format") != FORMAT:
-        raise UserError(f"{folder / FILE} has format {contest.get('format')!r}, this foamlab reads {FORMAT}")
+    if not isinstance(contest, dict) or contest.get("format") != FORMAT:
+        found = contest.get("format") if isinstance(contest, dict) else type(contest).__name__
+        raise UserError(f"{folder / FILE} has format {found!r}, this foamlab reads {FORMAT}")
+    if lacking := [key for key in NEEDED if key not in contest]:
+        raise UserError(f"{folder / FILE} lacks {', '.join(lacking)}: it was not written by foamlab, or is damaged")
     return contest
 
 

@@ -120,6 +120,7 @@ class Training:
             "model": {"name": c.model.name, "parameters": sum(p.numel() for p in self.model.parameters())},
             "optimizer": plain(c)["optimizer"],
             "bytes": self.bytes(),
+            "data": self.corpus.describe()["hash"],
         }
         recorder.describe(status="running", **record.circumstances(recorder.info, self.step, hardware), **about)
         place: dict[str, Any] = {"folder": str(recorder.folder), "step": self.step, "steps": c.train.steps}

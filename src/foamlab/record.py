@@ -14,6 +14,7 @@ import platform
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -241,6 +242,26 @@ def lock(folder: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+def await_release(folder: Path, patience: float = 60.0) -> None:
+    """Wait until no process writes a run folder: one of a contest that was killed takes its step, saves and ends.
+
+    Raises:
+        UserError: it takes longer than `patience` seconds.
+    """
+    end = time.monotonic() + patience
+    while True:
+        try:
+            held = lock(folder)
+        except UserError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.3)
+            continue
+        if held is not None:
+            os.close(held)
+        return
 
 
 def write_atomically(path: Path, text: str) -> None:

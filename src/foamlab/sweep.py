@@ -25,9 +25,9 @@ import yaml
 from . import data, machine, optimizers, train
 from .ablations import STUDIES, with_own
 from .config import OptimizerConfig, RunConfig, UserError, known_name
-from .contest import FORMAT, Arm, Outcomes, Rule, Trial, outcome, read, wanted, write
+from .contest import FORMAT, Arm, Outcomes, Rule, Trial, newest, outcome, read, wanted, write
 from .loop import plain
-from .record import cores, lock, now
+from .record import await_release, cores, lock, now
 from .standings import standings
 from .trial import settings
 
@@ -159,6 +159,8 @@ def _checked(
         raise UserError("rates to be tried must be above 0")
     if not t.eval_tokens or not t.steps:
         raise UserError("a contest is decided by validation loss: train.steps and train.eval_tokens must be above 0")
+    if finalists < 0:
+        raise UserError(f"--finalists is a number of optimizers, or 0 for all; got {finalists}")
     if hopeless and hopeless < 1:
         raise UserError(f"--hopeless is a factor of at least 1, or 0 for never; got {hopeless}")
     if not 0 < hopeless_at < 1:
@@ -194,10 +196,8 @@ def go_on(config: RunConfig, folder: Path, jobs: int = 0, on_event: OnEvent = la
     """`resume` if the settings given are still those of the contest; UserError names one that is not."""
     was, given = train.flat(read(folder)["settings"]), train.flat(plain(config))
     for key in was:
-        if was[key] != given[key]:
-            raise UserError(
-                f"{folder} was begun with {key} {was[key]!r}, not {given[key]!r}: start a new contest for it"
-            )
+        if was[key] != (now := given.get(key)):
+            raise UserError(f"{folder} was begun with {key} {was[key]!r}, not {now!r}: start a new contest for it")
     return resume(folder, jobs, on_event)
 
 
@@ -218,10 +218,12 @@ def resume(folder: Path, jobs: int = 0, on_event: OnEvent = lambda event: None) 
             raise UserError(f"{contest.config.data.name} has other text than when {folder} was begun: start anew")
         kept = {**kept, "status": "running", "data": text}
         write(folder, kept)
-        for path in folder.glob("*/*/run.json"):  # a kill may have come before this was done
-            if outcome(path.parent).over:
+        for path in folder.glob("*/*/run.json"):
+            if not outcome(path.parent).over:
+                await_release(path.parent)
+            if outcome(path.parent).over:  # a kill may have come before this was done
                 tidy(path.parent)
-        hall = Hall(contest, folder, jobs, on_event)
+        hall = Hall(contest, folder, text, jobs, on_event)
         try:
             finished = hall.run()
         finally:
@@ -250,8 +252,8 @@ def _try_all(contest: Contest) -> None:
 class Hall:
     """Where trials run: a number of slots, each with a process at most, and with a GPU of its own if there are any."""
 
-    def __init__(self, contest: Contest, folder: Path, jobs: int, on_event: OnEvent) -> None:
-        self.contest, self.folder, self.emit = contest, folder, on_event
+    def __init__(self, contest: Contest, folder: Path, text: str, jobs: int, on_event: OnEvent) -> None:
+        self.contest, self.folder, self.text, self.emit = contest, folder, text, on_event
         self.outcomes = Outcomes(folder)
         self.gpus = _gpus(contest.config.train.device)
         threads = contest.config.train.threads
@@ -294,7 +296,7 @@ class Hall:
             shutil.rmtree(folder)
         folder.parent.mkdir(exist_ok=True)
         rule = asdict(self.contest.rule) if trial.stage != "seeds" and self.contest.rule.step else None
-        orders = {"config": plain(self.config(trial)), "resume": again, "rule": rule}
+        orders = {"config": plain(self.config(trial)), "resume": again, "rule": rule, "data": self.text}
         self.running[trial.name] = (self.spawn(orders, slot, self.folder / f"{trial.name}.err"), trial, slot)
         self.emit({"kind": "launch", "trial": trial.name, "resumed": again, "slot": slot})
 
@@ -349,12 +351,13 @@ class Hall:
         for process, _, _ in self.running.values():
             process.terminate()
         for name in list(self.running):
-            process = self.running.pop(name)[0]
+            process = self.running[name][0]
             try:
                 process.wait(10 if kill else None)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            del self.running[name]  # not before: a second Ctrl-C may end the wait
             self.outcomes.forget(name)
             (self.folder / f"{name}.err").unlink(missing_ok=True)
 
@@ -374,19 +377,6 @@ def tidy(run: Path) -> None:
     """Of a trial that is over, what is left to read is its record."""
     shutil.rmtree(run / "checkpoints", ignore_errors=True)
     run.with_name(f"{run.name}.err").unlink(missing_ok=True)
-
-
-def newest(folder: Path, tail: int = 8192) -> dict[str, Any]:
-    """Step, loss and evaluation of a run under way, as far as the end of its record tells."""
-    known: dict[str, Any] = {"step": 0, "loss": None, "evaluated": None}
-    with suppress(OSError), open(folder / "metrics.jsonl", "rb") as f:
-        f.seek(max(os.fstat(f.fileno()).st_size - tail, 0))
-        for text in f.read().split(b"\n")[:-1]:
-            with suppress(ValueError):  # the first may be cut
-                line = json.loads(text)
-                known["step"] = line["step"]
-                known["evaluated" if line["kind"] == "eval" else "loss"] = line.get("loss")
-    return known
 
 
 def _gpus(device: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 An ordinary run, so that its peak memory and its threads are its own; it stops itself when the contest's rule says so.
 Orders: {"config": settings as in config.yaml, "resume": bool, "rule": {"step", "factor"} or null,
-"parent": the process that it ends with}.
+"parent": the process that it ends with, "data": hash of the text that all runs share}.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ def run(orders: dict[str, Any]) -> str:
     rule = Rule(**orders["rule"]) if orders["rule"] else None
 
     def watch(event: dict[str, Any]) -> None:
+        if event["kind"] == "start" and event["data"] != orders.get("data", event["data"]):
+            raise UserError(f"{config.data.name} has changed since the contest was begun: start anew")
         if orders.get("parent") not in (None, os.getppid()):  # the contest was killed: save, so that it can go on
             signal.raise_signal(signal.SIGTERM)
         if rule and event["kind"] == "eval" and event["step"] == rule.step and (why := hopeless(folder, rule)):

@@ -6,9 +6,11 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ import pytest
 import small
 import yaml
 
-from foamlab import contest, sweep, trial
+from foamlab import contest, record, sweep, trial
 from foamlab.cli import main
 from foamlab.config import UserError
 from foamlab.contest import Arm, Outcome, Rule, Trial, beyond, grids, hopeless, search, wanted
@@ -491,6 +493,96 @@ def test_the_command(config, tmp_path, here, capsys, monkeypatch):
     assert main(["report", *map(str, Path("c").glob("*/*")), "--out", "r.html"]) == 0
 
 
+@pytest.mark.parametrize("seeds", ["inf", "nan", "-1", "0.5", "1e30"])
+def test_seeds_that_are_none(seeds, capsys):
+    assert main(["compare", "--optimizers", "foam,adamw", "--seeds", seeds]) == 2
+    assert "--seeds takes whole numbers" in capsys.readouterr().err
+    assert main(["compare", "--optimizers", "foam, adamw", "--finalists=-1"]) == 2
+    assert "--finalists is a number" in capsys.readouterr().err
+    assert main(["ablate", "--jobs=-1"]) == 2
+    assert "--jobs is a number" in capsys.readouterr().err
+
+
+def test_a_damaged_run_is_run_again_or_told(config, tmp_path, here):
+    folder = tmp_path / "c"
+    end = sweep.start(small_contest(config, lr={"": [1e-3]}, hopeless=0), folder)
+    torn, broken = (folder / name for name in end["results"][0]["folders"])
+    lines = (torn / "metrics.jsonl").read_text().splitlines(keepends=True)
+    assert '"eval"' in lines[-1]
+    (torn / "metrics.jsonl").write_text("".join(lines[:-1]))
+    assert contest.outcome(torn).status == "failed"
+    (broken / "run.json").write_text("{")
+    with pytest.raises(UserError, match=r"is damaged .*remove it, and --resume runs it again"):
+        sweep.resume(folder)
+    shutil.rmtree(broken)
+    del here[:]
+    assert sweep.resume(folder)["results"][0]["loss"] == end["results"][0]["loss"]
+    assert sorted(here) == sorted(f"{p.parent.name}/{p.name}" for p in (torn, broken))
+
+
+def test_a_text_that_changes_under_a_contest_is_found_by_the_next_run(home, config, tmp_path, here):
+    shutil.copytree(home / "text", tmp_path / "text")
+    config.data.name = f"text:{tmp_path / 'text'}"
+
+    def change(event):
+        if event["kind"] == "ended":
+            (tmp_path / "text" / "new.txt").write_text("more foam")
+
+    with pytest.raises(UserError, match="has changed since the contest was begun"):
+        sweep.start(small_contest(config, lr={"": [1e-3]}), tmp_path / "c", 1, change)
+    assert len(here) == 2
+
+
+def test_a_run_that_a_killed_contest_left_writing_is_waited_for(config, tmp_path, here):
+    folder = tmp_path / "c"
+    end = sweep.start(small_contest(config, lr={"": [1e-3]}), folder)
+    late = folder / end["results"][0]["folders"][0]
+    info = (late / "run.json").read_text()
+    (late / "run.json").write_text(json.dumps({**json.loads(info), "status": "running"}))
+    held = record.lock(late)
+
+    def finish():
+        (late / "run.json").write_text(info)
+        os.close(held)
+
+    del here[:]
+    threading.Timer(0.5, finish).start()
+    assert sweep.resume(folder)["status"] == "done" and not here
+
+
+def test_a_second_ctrl_c_leaves_no_process_behind(config, tmp_path, monkeypatch):
+    """The wait for a run to save is cut short: it is waited for all the same, and killed if need be."""
+    left = []
+
+    class Slow:
+        returncode, waits = None, 0
+
+        def poll(self):
+            return self.returncode
+
+        def terminate(self):
+            self.waits += 1
+
+        def kill(self):
+            self.returncode = -9
+
+        def wait(self, timeout=None):
+            if timeout is None and self.returncode is None:
+                raise KeyboardInterrupt
+            if self.returncode is None:
+                raise subprocess.TimeoutExpired("trial", timeout)
+
+    def spawn(*a):
+        left.append(Slow())
+        return left[-1]
+
+    monkeypatch.setattr(sweep.Hall, "spawn", spawn)
+    press = lambda event: signal.raise_signal(signal.SIGINT) if event["kind"] == "state" else None  # noqa: E731
+    with pytest.raises(KeyboardInterrupt):
+        sweep.start(small_contest(config), tmp_path / "c", 2, press)
+    assert len(left) == 2 and all(process.returncode == -9 for process in left)
+
+
 @pytest.mark.heavy
 def test_a_killed_contest_goes_on(config, home, tmp_path):
     """In real processes: kill -9 in the middle; what had finished is not repeated, all else is done."""
@@ -594,7 +686,14 @@ def test_standings_of_a_contest_that_has_not_begun(config, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text, message", [(None, "no contest in"), ("{", "cannot read"), ('{"format": 9}', "format 9")]
+    "text, message",
+    [
+        (None, "no contest in"),
+        ("{", "cannot read"),
+        ('{"format": 9}', "format 9"),
+        ("[]", "format 'list'"),
+        ('{"format": 1}', "lacks kind"),
+    ],
 )
 def test_a_folder_that_is_no_contest(tmp_path, text, message):
     if text:
