@@ -122,6 +122,9 @@ def adam_mini(model: nn.Module, kind: type, s: Settings) -> Optimizer:
         trainable(model), **s.adam, dim=width, n_heads=heads,
         n_kv_heads=getattr(text, "num_key_value_heads", heads), verbose=False,
     )  # fmt: skip
+    # it takes a head to be width / heads wide, which models of other heads (Qwen3) refuse in the first step, or split
+    optimizer.head_numel = (getattr(text, "head_dim", None) or width // heads) * width
+    optimizer.check_block_name = False
     optimizer.named_parameters = []  # a list that nothing reads: it would be copied with the optimizer
     optimizer.world_size = 1  # it counts the GPUs that it sees as processes
     folding = {id(p) for g in split(model, s, always=True) if g["name"] == "matrices" for _, p in g["params"]}
@@ -170,7 +173,7 @@ RIVALS: dict[str, Entry] = {
     "adam-mini": Entry(
         "Adam-mini: one second moment a head or row", "adam_mini:Adam_mini", adam_mini, 1e-3, BETAS, 1.0,
         "as AdamW (Zhang et al., arXiv 2406.16793)", tune={"lr": ADAM_RATES}, install=INSTALL,
-        limits="heads are found by LLaMA's names; elsewhere queries and keys are as other matrices",
+        limits="heads and rows are found by LLaMA's names; GPT-2's attention matrices have one second moment each",
     ),
     "galore": Entry(
         "GaLore: Adam in the leading quarter of singular directions", "pytorch_optimizer:GaLore", galore,

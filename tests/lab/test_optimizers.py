@@ -403,11 +403,34 @@ def test_the_span_of_the_bias_correction():
 def test_studies_name_optimizers_and_options_that_exist():
     for about, cases in STUDIES.values():
         assert about and len({c.value for c in cases}) == len(cases) >= 2
-        assert sum(c.optimizer == "foam-paper" and not c.options and c.scale in (None, OPTIMIZERS["foam-paper"].scale) for c in cases) == 1
+        assert (
+            sum(
+                c.optimizer == "foam-paper" and not c.options and c.scale in (None, OPTIMIZERS["foam-paper"].scale)
+                for c in cases
+            )
+            == 1
+        )
         for case in cases:
             make(case.optimizer, toy()) if not case.options else build(
                 OptimizerConfig(case.optimizer, scale=case.scale, options=case.options), toy()
             )
+
+
+@pytest.mark.skipif("adam-mini" not in NAMES, reason="needs adam_mini")
+@pytest.mark.parametrize("heads, kv", [(4, 2), (3, 1)])
+def test_adam_mini_has_a_second_moment_a_head_whatever_the_heads_width(heads, kv):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shape = {"vocab_size": 13, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1}
+    model = Qwen3ForCausalLM(
+        Qwen3Config(num_attention_heads=heads, num_key_value_heads=kv, head_dim=16, max_position_embeddings=8, **shape)
+    )
+    opt = make("adam-mini", model)
+    ids = torch.arange(8)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    opt.step()
+    attention = model.model.layers[0].self_attn
+    assert [len(opt.state[m.weight]["vmean"]) for m in (attention.q_proj, attention.k_proj)] == [heads, kv]
 
 
 def test_one_line_of_bitsandbytes_is_passed_over_and_no_other(caplog):
