@@ -132,8 +132,8 @@ def search(arm: Arm, seed: int, outcomes: Mapping[str, Outcome]) -> Found:
     reported in `edge`. A point is left only for one that is not worse: what follows from two values in turns is
     rounded, so that it may miss the point that it came from by a digit, and the search would go in circles.
     """
-    found = Found(dict(arm.start), [])
     grids = {key: list(values) for key, values in arm.tune.items()}
+    found = Found({**arm.start, **{key: values[0] for key, values in grids.items() if len(values) == 1}}, [])
     while True:
         before, found.edge = found.point, []
         for key in grids:

@@ -105,9 +105,12 @@ def test_lr_is_tried_with_the_matrices_rate_held():
     assert {(t.point["lr"], t.point["scale"]) for t in todo} == {(5e-3, 0.5), (1e-2, 0.25), (2e-2, 0.125)}
 
 
-def test_a_scale_that_is_not_tuned_is_held():
-    todo, _ = wanted([replace(BOTH, tune={**BOTH.tune, "scale": [0.25]})], [0], 0, Model(None))
-    assert {t.point["scale"] for t in todo} == {0.25}
+@pytest.mark.parametrize("lr, runs", [([5e-3, 1e-2, 2e-2], 3), ([2e-2], 1)])
+def test_one_value_is_no_grid_but_the_value(lr, runs):
+    """Nothing is run at the value that the arm would have started from, though it may be better."""
+    model, found = play([replace(BOTH, tune={"lr": lr, "scale": [0.5]})], rates(2e-2, 2e-2 * 0.25))
+    assert all("scale0.5" in name for name in model.runs) and len(model.runs) == runs + bool(found["a"].extended)
+    assert found["a"].point["scale"] == 0.5
 
 
 def test_keys_are_tuned_again_until_none_moves():
