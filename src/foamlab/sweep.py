@@ -177,13 +177,13 @@ def start(contest: Contest, folder: Path, jobs: int = 0, on_event: OnEvent = lam
     """Begin a contest in a new folder and run it; returns what `contest.json` holds in the end.
 
     Raises:
-        UserError: the folder exists, or what `resume` raises.
+        UserError: the folder exists and holds more than a contest killed at its beginning, or what `resume` raises.
     """
-    if folder.exists():
+    if folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= {"config.yaml"}):
         raise UserError(f"{folder} exists already: choose another --out, or go on with --resume {folder}")
     _try_all(contest)
     try:
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise UserError(f"cannot make the folder {folder}: {e.strerror}; choose another --out") from None
     # so that --resume finds the settings where it finds those of a run

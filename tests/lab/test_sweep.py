@@ -445,6 +445,20 @@ def test_a_run_that_cannot_be_resumed_begins_anew(config, tmp_path, here):
     assert "resumed" not in json.loads((folder / first / "run.json").read_text())
 
 
+def test_a_contest_killed_at_its_beginning_can_begin_again(config, tmp_path, here, monkeypatch):
+    write, folder = sweep.write, tmp_path / "c"
+    monkeypatch.setattr(sweep, "write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        sweep.start(small_contest(config), folder)
+    monkeypatch.setattr(sweep, "write", write)
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="exists already"):
+        sweep.start(small_contest(config), folder)
+    assert (folder / "notes.txt").read_text() == "mine"
+    (folder / "notes.txt").unlink()
+    assert sweep.start(small_contest(config), folder)["status"] == "done"
+
+
 def test_a_failure_is_told_and_the_contest_can_go_on(config, tmp_path, here, monkeypatch):
     spawn = sweep.Hall.spawn
 
