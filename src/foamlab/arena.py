@@ -32,14 +32,15 @@ def compare(
 
     Args:
         optimizers: names from `foamlab optimizers`, separated by commas.
-        lr: rates to try, separated by commas, for all, or by name: adamw=1e-3,3e-3;sgd=0.1; empty means each one's own.
+        lr: rates to try, separated by commas, for all, or by name: adamw=1e-3,3e-3;sgd=0.1; empty means each one's own
+            (`foamlab optimizers NAME`). A best value at an end is followed one further; a single value is not searched.
         scale: the same for the rate of matrices relative to lr, at each one's default lr. Where both are tried, lr
-            moves with the rate of matrices held.
+            moves with the rate of matrices held. Empty means each one's own values, too, for those that have a split.
         seeds: the first tunes, all count.
         finalists: repeat only so many of the best over the seeds; 0 means all.
         hopeless: stop a run whose validation loss is above this times its optimizer's lowest; 0 means never.
         hopeless_at: share of the steps after which that is looked at, once.
-        jobs: runs at a time; 0 means one a GPU, or cores / threads.
+        jobs: runs at a time; 0 means one a GPU, or cores / threads. Not kept: give it again with --resume.
         resume: folder of a contest to go on with.
     """
     from .contest import grids, numbers
@@ -104,5 +105,6 @@ def _run(command: str, config: RunConfig, begin: Callable[[], Any], jobs: int, r
         end = sweep.go_on(config, folder, jobs, on_event) if resume else sweep.start(begin(), folder, jobs, on_event)
     interrupted = end["status"] == "interrupted"
     written = [folder / FILE, *report([folder], folder / "report.html")]
-    tell(end, written, f"foamlab {command} --resume {folder}" if interrupted else "")
+    again = f"foamlab {command} --resume {folder}" + (f" --jobs {jobs}" if jobs else "")
+    tell(end, written, again if interrupted else "")
     return INTERRUPTED if interrupted else 0

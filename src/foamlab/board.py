@@ -36,7 +36,13 @@ def tell(contest: Mapping[str, Any], written: Sequence[Path], again: str = "", s
     head, *rows = table(contest["results"])
     widths = [max(map(len, column)) for column in zip(head, *rows)]
     lines = ["  ".join(f"{x:<{w}}" for x, w in zip(row, widths)).rstrip() for row in (head, *rows)]
-    for title, said in (("What can be said", contest["verdicts"]), ("What cannot be concluded", contest["cautions"])):
+    rule = contest.get("rule_in_words", "")
+    parts = {
+        "What can be said": ["So far: not all runs are over."] * bool(again) + contest["verdicts"],
+        "What cannot be concluded": [text for text in contest["cautions"] if text != rule],
+        "When a run was given up": [rule] * bool(rule),
+    }
+    for title, said in parts.items():
         lines += ["", f"{title}:", *(f"  {sentence}" for sentence in said)] if said else []
     console.print(Text("\n".join(["", *lines, "", *(f"wrote {path}" for path in written)])))
     if again:
@@ -49,6 +55,7 @@ class Lines:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.stage = ""
+        self.counted = False
         self.over = 0
 
     def __call__(self, event: Event) -> None:
@@ -61,6 +68,13 @@ class Lines:
         if event["stage"] != self.stage:
             self.stage = event["stage"]
             self.say(f"preparing data: {event.get('message', self.stage)}")
+
+    def state(self, event: Event) -> None:
+        """Once, what is still to do: more is found as the search goes on."""
+        if not self.counted:
+            self.counted = True
+            ahead = len(event["running"]) + event["waiting"]
+            self.say(f"{event['over']} runs over, {ahead} to do; the search and the seeds will add more")
 
     def launch(self, event: Event) -> None:
         self.say(f"{'resume' if event['resumed'] else 'start '}  {event['trial']}")

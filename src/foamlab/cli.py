@@ -253,7 +253,7 @@ def study(
     Args:
         what: convergence.
         levels: fold levels, separated by commas.
-        longest: T runs over 64, 128, ..., 2^longest.
+        longest: T runs over 64, 128, ..., 2^longest; at least 7.
         seeds: problems with a noise of their own; the intervals are over these.
         rate: the learning rate of a run is rate / sqrt(T).
         seed: of all that is random.

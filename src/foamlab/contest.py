@@ -175,10 +175,15 @@ def moved(arm: Arm, point: Point, key: str, value: Any) -> Point:
     from. Else each would be tried at a rate of the matrices that is no longer the best.
     """
     to = {**point, key: value}
-    if all(len(arm.tune.get(k, ())) > 1 for k in ("lr", "scale")) and key in ("lr", "scale"):
+    if joint(arm.tune) and key in ("lr", "scale"):
         rate = point["lr"] * point["scale"] if key == "lr" else arm.start["lr"] * value
         to["scale"] = float(f"{rate / to['lr']:.4g}")
     return to
+
+
+def joint(tune: Mapping[str, Sequence[Any]]) -> bool:
+    """Whether lr and scale are both searched, as `moved` says."""
+    return all(len(tune.get(key, ())) > 1 for key in ("lr", "scale"))
 
 
 def beyond(values: Sequence[Any], end: Any) -> float | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from . import plots, standings
 from .config import UserError
-from .contest import FILE
+from .contest import FILE, joint
 from .frame import bars, bullets, figure, frame, heads, mark, note, plain, row_head, texts
 from .frame import table as html_table
 from .gallery import Book, charts, open_book
@@ -193,6 +193,7 @@ def contestants(book: Book) -> str:
         tunes = "; ".join(
             f"{key} {', '.join(f'{x:g}' if isinstance(x, float) else str(x) for x in values)}"
             + (f", then {added[key]:g}" if key in added else "")
+            + (f" (at lr {arm['start']['lr']:g}, moved as lr moves)" if key == "scale" and joint(arm["tune"]) else "")
             for key, values in arm["tune"].items()
         )
         rows.append([row_head(row.arm), *texts([arm["optimizer"], options or "–", tunes or "–", arm["note"] or "–"])])

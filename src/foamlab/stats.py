@@ -135,6 +135,8 @@ def _sign_test(below: int, above: int) -> float:
 def verdict(a: str, b: str, result: Paired, alpha: float = 0.05) -> str:
     """`result` of paired(losses of a, losses of b) in words. "Beats" needs p < alpha; n is always told.
 
+    The interval is that of this one comparison; where many are made alpha is below 0.05, and the sentence says so.
+
     >>> verdict("foam", "adamw", paired([1.0], [2.0]))
     'foam is lower than adamw by 1 with one seed (n = 1): chance cannot be told from effect'
     """
@@ -148,9 +150,10 @@ def verdict(a: str, b: str, result: Paired, alpha: float = 0.05) -> str:
         return f"{a} is {which} than {b} by {abs(d.mean):.3g} with one seed (n = 1): chance cannot be told from effect"
     if d.mean > 0:
         return verdict(b, a, _swap(result), alpha)
+    asked = f", where p < {alpha:.2g} is asked" if alpha < 0.05 else ""
     facts = (
         f"mean difference {d.mean:.3g}, {d.confidence:.0%} interval {d.low:.3g} to {d.high:.3g}; "
-        f"lower in {result.below} of {d.n} seeds; paired t test p = {result.p:.2g}, "
+        f"lower in {result.below} of {d.n} seeds; paired t test p = {result.p:.2g}{asked}, "
         f"sign test p = {result.p_sign:.2g}, n = {d.n}"
     )
     if result.p < alpha:

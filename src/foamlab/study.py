@@ -225,8 +225,10 @@ def convergence(
     Raises:
         UserError: arguments out of range.
     """
-    if len(set(lengths)) < 2 or min(lengths) < 4 or seeds < 1 or rate <= 0 or not [v for v in levels if v != 0]:
-        raise UserError("a study needs two lengths T >= 4, a seed, a rate above 0 and a level that folds")
+    if len(set(lengths)) < 2 or min(lengths) < 4:
+        raise UserError(f"a slope needs two lengths T of at least 4, got {', '.join(map(str, lengths)) or 'none'}")
+    if seeds < 1 or rate <= 0 or not [v for v in levels if v != 0]:
+        raise UserError(f"a study needs a seed, a rate above 0 and a level above 0; got {seeds}, {rate:g}, {levels}")
     rows: list[Row] = []
     fits, deltas, done = [], {}, 0
     todo = arms(levels)

@@ -467,7 +467,7 @@ def test_a_failure_is_told_and_the_contest_can_go_on(config, tmp_path, here, mon
         return Done(2)
 
     monkeypatch.setattr(sweep.Hall, "spawn", full)
-    with pytest.raises(UserError, match=r"foam-paper/.* failed: no room on the disk;.*--resume"):
+    with pytest.raises(UserError, match=r"adamw/.* failed: no room on the disk;.*--resume"):
         sweep.start(small_contest(config), tmp_path / "c")
     assert contest.read(tmp_path / "c")["status"] == "interrupted"
     monkeypatch.setattr(sweep.Hall, "spawn", spawn)
