@@ -106,7 +106,7 @@ def test_a_study_has_a_row_a_run_and_a_slope_an_arm():
     "changed", [{"lengths": (64,)}, {"lengths": (2, 64)}, {"seeds": 0}, {"rate": 0.0}, {"levels": (0,)}]
 )
 def test_a_study_of_nothing_is_refused(changed):
-    with pytest.raises(UserError, match="a (study|slope) needs"):
+    with pytest.raises(UserError, match=r"a (study|slope) needs"):
         study.convergence(**changed)
 
 
