@@ -136,7 +136,7 @@ def search(arm: Arm, seed: int, outcomes: Mapping[str, Outcome]) -> Found:
     found = Found({**arm.start, **{key: values[0] for key, values in grids.items() if len(values) == 1}}, [])
     while True:
         before, found.edge = found.point, []
-        for key in grids:
+        for key in [key for key in grids if len(grids[key]) > 1] or list(grids)[:1]:
             best = _tune(arm, seed, key, grids, found, outcomes)
             if best is None:
                 return found

@@ -113,6 +113,14 @@ def test_one_value_is_no_grid_but_the_value(lr, runs):
     assert found["a"].point["scale"] == 0.5
 
 
+def test_a_single_rate_takes_no_run_of_its_own():
+    model, found = play([replace(BOTH, tune={"lr": [2e-2], "scale": [0.125, 0.25]})], rates(2e-2, 2e-2 * 0.125))
+    assert found["a"].point == {"lr": 2e-2, "scale": 0.125} and found["a"].extended == {"scale": 0.062}
+    assert {name for name in model.runs if "scale0.0" not in name} == {
+        f"a/lr0.02-scale{x}-seed0" for x in (0.125, 0.25)
+    }
+
+
 def test_keys_are_tuned_again_until_none_moves():
     """In a bent valley the first look at lr, far from the best scale, is misled."""
     model, found = play([replace(BOTH, start={"lr": 5e-3, "scale": 1.0})], rates(1e-2, 1.25e-3, together=0.8))
