@@ -1,4 +1,4 @@
-"""What may be said from a handful of seeds: means with intervals, paired tests, and the cost of reaching a loss.
+"""What may be said from a handful of seeds: means with intervals, paired tests, equivalence, the cost of reaching a loss.
 
 Every result carries its n. This room knows numbers only: no run folders, no drawing, no torch.
 """
@@ -20,10 +20,17 @@ class Mean:
     n: int
     confidence: float = 0.95
 
+    @property
+    def error(self) -> float:
+        """The standard error s / sqrt(n), NaN when n < 2."""
+        if math.isnan(self.high):
+            return math.nan
+        return (self.high - self.low) / 2 / t_quantile((1 + self.confidence) / 2, self.n - 1)
+
     def __str__(self) -> str:
         if self.n < 2:
             return f"{self.mean:.4g} (n = {self.n})"
-        return f"{self.mean:.4g} ({self.confidence:.0%} interval {self.low:.4g} to {self.high:.4g}, n = {self.n})"
+        return f"{self.mean:.4g} ({percent(self.confidence)} interval {self.low:.4g} to {self.high:.4g}, n = {self.n})"
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,63 @@ class Paired:
     @property
     def n(self) -> int:
         return self.difference.n
+
+
+@dataclass(frozen=True)
+class Equivalence:
+    """What two one-sided tests say of a mean difference and the margin -`margin` to `margin`: see `equivalence`.
+
+    `interval` is the mean with its (1 - 2 alpha) interval; `p` is NaN where the differences allow no test.
+    """
+
+    interval: Mean
+    margin: float
+    alpha: float
+    p: float
+
+    @property
+    def n(self) -> int:
+        return self.interval.n
+
+    @property
+    def holds(self) -> bool:
+        """Whether the difference is shown to lie within the margin; never because a test is missing."""
+        return self.p < self.alpha
+
+    def __str__(self) -> str:
+        d = self.interval
+        if math.isnan(d.mean):
+            return f"equivalence cannot be tested: a difference is not finite (n = {d.n})"
+        if math.isnan(self.p):
+            why = "one value shows" if d.n < 2 else f"all differences are {d.mean:.3g}, they show"
+            return f"equivalence cannot be tested: {why} no spread (n = {d.n})"
+        return (
+            f"{'equivalent' if self.holds else 'not shown to be equivalent'} within {self.margin:g} (mean difference "
+            f"{d.mean:.3g}, {percent(d.confidence)} interval {d.low:.3g} to {d.high:.3g}; two one-sided tests "
+            f"p {small(self.p)}{_asked(self.alpha)}, n = {d.n})"
+        )
+
+
+def percent(share: float) -> str:
+    """A confidence in per cent, its distance from 100 with two digits.
+
+    >>> percent(0.95), percent(1 - 0.05 / 28), percent(1 - 0.05 / 3)
+    ('95%', '99.82%', '98.3%')
+    """
+    return f"{100 - float(f'{100 * (1 - share):.2g}'):.10g}%"
+
+
+def small(p: float) -> str:
+    """A p-value with its sign; t_cdf is exact to about 1e-15, so that less is not told from 0.
+
+    >>> small(0.0123), small(0.0)
+    ('= 0.012', '< 1e-12')
+    """
+    return "< 1e-12" if p < 1e-12 else f"= {p:.2g}"
+
+
+def _asked(alpha: float) -> str:
+    return f", where p < {alpha:.2g} is asked" if alpha < 0.05 else ""
 
 
 def t_cdf(t: float, df: int) -> float:
@@ -64,7 +128,7 @@ def t_cdf(t: float, df: int) -> float:
         total += term
         term *= cos2 * (2 * k + 1 + odd) / (2 * k + 2 + odd)
     inside = 2 / math.pi * (theta + sin * math.cos(theta) * total) if odd else sin * total
-    return 0.5 + inside / 2
+    return min(max(0.5 + inside / 2, 0.0), 1.0)  # far out the sum is rounded beyond its limit
 
 
 def t_quantile(p: float, df: int) -> float:
@@ -113,14 +177,43 @@ def paired(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> 
     below, above = sum(x < 0 for x in d), sum(x > 0 for x in d)
     p = math.nan
     if difference.n >= 2 and not math.isnan(difference.mean):
-        half = (difference.high - difference.low) / 2
-        error = half / t_quantile((1 + confidence) / 2, difference.n - 1)
-        if error > 0:
+        if (error := difference.error) > 0:
             p = 2 * t_cdf(-abs(difference.mean) / error, difference.n - 1)
         else:
             p = 1.0 if difference.mean == 0 else 0.0
     finite = all(map(math.isfinite, d))
     return Paired(difference, below, above, p, _sign_test(below, above) if finite else math.nan)
+
+
+def equivalence(differences: Sequence[float], margin: float, alpha: float = 0.05) -> Equivalence:
+    """Whether paired differences d are shown to lie within +-margin on average: two one-sided t tests (TOST).
+
+    The nulls are E[d] <= -margin and E[d] >= margin; both must be rejected at alpha. With e = s_d / sqrt(n), df = n - 1,
+
+        p = max(P(T >= (mean(d) + margin) / e), P(T <= (mean(d) - margin) / e)) = P(T <= (|mean(d)| - margin) / e),
+
+    and p < alpha is the same as: the (1 - 2 alpha) interval of the mean lies within the margin. The chance of a false
+    claim is at most alpha, and near alpha where E[d] is at the margin and e is small beside it. (D. J. Schuirmann, A
+    comparison of the two one-sided tests procedure and the power approach for assessing the equivalence of average
+    bioavailability, Journal of Pharmacokinetics and Biopharmaceutics 15, 1987, 657-680.)
+
+    Where no test is possible p is NaN and nothing holds: with n < 2, with a difference that is not finite, and with
+    differences that are all the same but for rounding, which are no sample of what chance does.
+
+    >>> print(equivalence([0.001, -0.002, 0.004, 0.001], 0.01))
+    equivalent within 0.01 (mean difference 0.001, 90% interval -0.00188 to 0.00388; two one-sided tests p = 0.0026, n = 4)
+
+    Raises ValueError when there is no difference, margin is not a finite number above 0, or alpha not in (0, 0.5).
+    """
+    if not 0 < margin < math.inf:
+        raise ValueError(f"margin must be a finite number above 0, got {margin}")
+    if not 0 < alpha < 0.5:
+        raise ValueError(f"alpha must lie between 0 and 0.5, got {alpha}")
+    interval = mean(differences, 1 - 2 * alpha)
+    p = math.nan
+    if interval.error > 0 and max(differences) - min(differences) > 1e-12 * max(margin, *map(abs, differences)):
+        p = t_cdf((abs(interval.mean) - margin) / interval.error, interval.n - 1)
+    return Equivalence(interval, margin, alpha, p)
 
 
 def _sign_test(below: int, above: int) -> float:
@@ -150,10 +243,9 @@ def verdict(a: str, b: str, result: Paired, alpha: float = 0.05) -> str:
         return f"{a} is {which} than {b} by {abs(d.mean):.3g} with one seed (n = 1): chance cannot be told from effect"
     if d.mean > 0:
         return verdict(b, a, _swap(result), alpha)
-    asked = f", where p < {alpha:.2g} is asked" if alpha < 0.05 else ""
     facts = (
-        f"mean difference {d.mean:.3g}, {d.confidence:.0%} interval {d.low:.3g} to {d.high:.3g}; "
-        f"lower in {result.below} of {d.n} seeds; paired t test p = {result.p:.2g}{asked}, "
+        f"mean difference {d.mean:.3g}, {percent(d.confidence)} interval {d.low:.3g} to {d.high:.3g}; "
+        f"lower in {result.below} of {d.n} seeds; paired t test p {small(result.p)}{_asked(alpha)}, "
         f"sign test p = {result.p_sign:.2g}, n = {d.n}"
     )
     if result.p < alpha:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
+from itertools import pairwise
 
 import pytest
 
-from foamlab.stats import mean, paired, reach, t_cdf, t_quantile, verdict
+from foamlab.stats import equivalence, mean, paired, reach, t_cdf, t_quantile, verdict
 
 
 @pytest.mark.parametrize(
@@ -80,6 +82,88 @@ def test_paired_edges() -> None:
     assert math.isnan(nan.p) and math.isnan(nan.p_sign)
     with pytest.raises(ValueError, match="as many"):
         paired([1], [1, 2])
+
+
+def spaced(centre: float, t: float) -> list[float]:
+    """Three differences around a centre, of standard error 1 / t: centre - h, centre, centre + h with h = sqrt(3) / t."""
+    return [centre - math.sqrt(3) / t, centre, centre + math.sqrt(3) / t]
+
+
+@pytest.mark.parametrize("centre", [-0.25, 0.25, 0.0])
+@pytest.mark.parametrize(
+    ("p", "t"),  # one-sided, df = 2, of the printed table
+    [(0.1, 1.886), (0.05, 2.920), (0.025, 4.303), (0.01, 6.965), (0.005, 9.925)],
+)
+def test_equivalence_against_the_table(centre: float, p: float, t: float) -> None:
+    """(|mean| - margin) / error = -t, whichever side of 0 the mean is: p is the table's one-sided level."""
+    margin = abs(centre) + 1
+    e = equivalence(spaced(centre, t), margin, alpha=0.05)
+    assert e.p == pytest.approx(p, rel=2e-3) and e.holds == (e.p < 0.05) and e.n == 3
+    # at level p the interval just touches the margin, on the side of the mean; 1 - 2 p is its confidence
+    touching = equivalence(spaced(centre, t), margin, alpha=p)
+    assert touching.interval.confidence == 1 - 2 * p
+    assert max(-touching.interval.low, touching.interval.high) == pytest.approx(margin, rel=1e-3)
+
+
+def test_equivalence_closed_forms() -> None:
+    # df 1: P(T <= t) = 1/2 + atan(t) / pi; d = 0.1, 0.3: mean 0.2, error 0.1, t = (0.2 - 0.5) / 0.1 = -3
+    assert equivalence([0.1, 0.3], 0.5).p == pytest.approx(0.5 - math.atan(3) / math.pi, abs=1e-12)
+    # df 2: t = (2 - 6) / (1 / sqrt(3)) = -4 sqrt(3), P = (1 - t / sqrt(2 + t^2)) / 2 = (1 - sqrt(48 / 50)) / 2
+    assert equivalence([1.0, 2.0, 3.0], 6).p == pytest.approx((1 - math.sqrt(0.96)) / 2, abs=1e-12)
+    # a mean at the margin: even chances; beyond it: more
+    assert equivalence([1.0, 2.0, 3.0], 2).p == pytest.approx(0.5) and equivalence([1.0, 2.0, 3.0], 1).p > 0.5
+
+
+def test_equivalence_is_the_interval_within_the_margin() -> None:
+    draw = random.Random(3)
+    seen = set()
+    for _ in range(300):
+        d = [draw.gauss(draw.choice([0, 0.5]), 1) for _ in range(draw.randint(2, 9))]
+        alpha = draw.choice([0.05, 0.05 / 28, 0.2])
+        e = equivalence(d, 1.0, alpha)
+        inside = -1 < e.interval.low and e.interval.high < 1
+        assert e.holds == inside == (("not shown" not in str(e)) and "equivalent" in str(e))
+        assert e.p == pytest.approx(equivalence([-x for x in d], 1.0).p)
+        # the larger of the two one-sided tests
+        s = math.sqrt(sum((x - e.interval.mean) ** 2 for x in d) / (e.n - 1) / e.n)
+        below, above = (1 - t_cdf((e.interval.mean + 1) / s, e.n - 1), t_cdf((e.interval.mean - 1) / s, e.n - 1))
+        assert e.p == pytest.approx(max(below, above), abs=1e-12)
+        seen.add(e.holds)
+    assert seen == {True, False}
+    wider = [equivalence([0.1, 0.4, -0.2], margin).p for margin in (0.1, 0.5, 1, 5)]
+    assert all(a > b for a, b in pairwise(wider))
+
+
+@pytest.mark.parametrize(
+    ("differences", "words"),
+    [
+        ([0.001], "one value shows no spread (n = 1)"),
+        ([0.001, math.nan, 0.0], "a difference is not finite (n = 3)"),
+        ([math.inf, 0.0], "a difference is not finite (n = 2)"),
+        ([0.0, 0.0], "all differences are 0, they show no spread (n = 2)"),
+        ([0.003] * 3, "all differences are 0.003, they show no spread (n = 3)"),
+        ([0.1 + 0.2 - 0.3, 0.0, 0.0], "they show no spread (n = 3)"),
+    ],
+)
+def test_equivalence_without_a_test_never_holds(differences: list[float], words: str) -> None:
+    e = equivalence(differences, 0.01)
+    assert not e.holds and math.isnan(e.p) and str(e).startswith("equivalence cannot be tested") and words in str(e)
+
+
+def test_equivalence_is_told_with_its_interval_and_level() -> None:
+    said = str(equivalence([0.001, -0.002, 0.004, 0.001], 0.01, alpha=0.05 / 28))
+    assert said.startswith("not shown to be equivalent within 0.01 (mean difference 0.001, 99.64% interval -0.00")
+    assert "p = 0.0026, where p < 0.0018 is asked, n = 4" in said
+
+
+@pytest.mark.parametrize(
+    ("margin", "alpha"), [(0, 0.05), (-1, 0.05), (math.nan, 0.05), (math.inf, 0.05), (1, 0), (1, 0.5), (1, math.nan)]
+)
+def test_equivalence_refuses_what_is_no_margin_or_level(margin: float, alpha: float) -> None:
+    with pytest.raises(ValueError, match=r"got (0|-1|nan|inf|0\.5)$"):
+        equivalence([1.0, 2.0], margin, alpha)
+    with pytest.raises(ValueError, match="no values"):
+        equivalence([], 1.0)
 
 
 def test_verdict_claims_no_more_than_n_allows() -> None:
