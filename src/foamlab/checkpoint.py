@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import UserError
+from .reading import read_json
 
 FORMAT = 1  # of the manifest and of training.pt
 WEIGHTS, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
@@ -132,14 +133,14 @@ def damage(path: Path) -> str:
     """What is wrong with a checkpoint, in words; empty if each file has the size and sha256 of the manifest."""
     manifest = path / MANIFEST
     try:
-        listed = json.loads(manifest.read_text(encoding="utf-8"))
-        version, files = listed["format"], {str(n): (int(f["bytes"]), f["sha256"]) for n, f in listed["files"].items()}
+        listed = read_json(manifest)
+        version, files = listed["format"], {n: (int(f["bytes"]), f["sha256"]) for n, f in listed["files"].items()}
         if not {WEIGHTS, TRAINING} <= set(files):
             raise KeyError(WEIGHTS)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return f"{path} is not a checkpoint of foamlab: {MANIFEST} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"{manifest} is damaged"
+    except (UserError, ValueError, OverflowError, KeyError, TypeError, AttributeError) as e:
+        return f"{manifest} is damaged ({_line(e)})"
     if version != FORMAT:
         return f"{path} has format {version!r}, this foamlab reads format {FORMAT}"
     for name, (size, digest) in files.items():

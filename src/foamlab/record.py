@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import UserError
+from .reading import parse_json, read_json
 
 try:
     import fcntl
@@ -191,13 +192,9 @@ def read_run(folder: Path | str) -> Run:
     folder = Path(folder)
     path = folder / "run.json"
     try:
-        info = json.loads(path.read_text(encoding="utf-8"))
+        info = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"no run in {folder}: {path.name} is missing; give a folder made by `foamlab train`") from None
-    except (OSError, ValueError) as e:
-        raise UserError(f"cannot read {path}: {e}") from None
-    if not isinstance(info, dict):
-        raise UserError(f"cannot read {path}: expected an object, found a {type(info).__name__}")
     return Run(folder, info, read_metrics(folder / "metrics.jsonl"))
 
 
@@ -212,9 +209,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     lines = []
     for number, text in enumerate(raw[:-1], 1):  # what follows the last newline is torn, or nothing
         try:
-            line = json.loads(text)
+            line = parse_json(text, f"{path}, line {number}")
             if not isinstance(line["step"], int) or not isinstance(line["kind"], str):
                 raise ValueError("no step or kind")
+        except UserError as e:
+            raise UserError(f"{e}; remove the line by hand") from None
         except (ValueError, KeyError, TypeError) as e:
             raise UserError(f"{path}, line {number} is not a line of metrics ({e}): remove it by hand") from None
         lines.append(line)

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from .config import UserError
+from .reading import read_yaml
 from .record import Run, read_run
 from .stats import Mean, mean, paired, verdict
 
@@ -94,8 +93,13 @@ class Summary:
 
 
 def number(value: Any) -> float:
-    """The value as a float; NaN for what is no number."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    """The value as a float; NaN for what is no number, infinity for an integer that no float holds."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def last(values: Sequence[float]) -> float:
@@ -150,13 +154,10 @@ def _columns(lines: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """config.yaml with dotted keys; {} when the run has none."""
-    path = folder / "config.yaml"
     try:
-        return flatten(yaml.safe_load(path.read_text(encoding="utf-8")))
+        return flatten(read_yaml(folder / "config.yaml"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, yaml.YAMLError) as e:
-        raise UserError(f"cannot read {path}: {' '.join(str(e).split())}") from None
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

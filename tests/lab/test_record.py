@@ -68,7 +68,7 @@ def test_a_broken_line_inside_is_an_error_that_names_it(tmp_path: Path) -> None:
     written(tmp_path, line(1))
     text = (tmp_path / "metrics.jsonl").read_text()
     (tmp_path / "metrics.jsonl").write_text(text + "{broken\n" + text)
-    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2 "):
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2"):
         read_run(tmp_path)
 
 

@@ -1,0 +1,99 @@
+"""JSON and YAML of any origin: read, or refused in one line that names the file.
+
+Everything in the lab that reads such text reads it here. Beside syntax and encoding, depth is refused: Python's parsers
+raise RecursionError near its limit, and what lies just below it breaks whoever walks over the value later.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from .config import UserError
+
+DEEPEST = 50  # levels of nesting; a tokenizer.json, the deepest of the files read here, has about ten
+LARGEST_YAML = 1_000_000  # values in a file of settings, aliases counted each time
+TOO_DEEP = f"cannot read {{}}: nested over {DEEPEST} levels deep, as no program writes it"
+
+
+def parse_json(text: str | bytes, where: str | Path) -> Any:
+    """The value of one JSON text, in UTF-8 if it is bytes; `where` names it in the message.
+
+    Raises:
+        UserError: not UTF-8, not JSON, or nested over DEEPEST levels.
+    """
+    try:
+        value = json.loads(text if isinstance(text, str) else text.decode("utf-8-sig"))
+    except json.JSONDecodeError as e:
+        at = f"line {e.lineno}, column {e.colno}" if e.lineno > 1 else f"column {e.colno}"
+        raise UserError(f"cannot read {where}: not JSON ({e.msg}, {at})") from None
+    except UnicodeDecodeError as e:
+        raise UserError(f"cannot read {where}: {_encoding(e)}") from None
+    except RecursionError:
+        raise UserError(TOO_DEEP.format(where)) from None
+    except ValueError as e:  # an integer of thousands of digits
+        raise UserError(f"cannot read {where}: not JSON ({e})") from None
+    return shallow(value, where)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    Raises:
+        UserError: as `parse_json`, and for what is no object or cannot be read.
+        FileNotFoundError, NotADirectoryError: what a missing file means, the caller knows.
+    """
+    return _object(parse_json(_bytes(path), path), path)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping that a YAML file holds; an empty file is an empty one. Raises as `read_json`."""
+    import yaml
+
+    try:
+        value = yaml.safe_load(_bytes(path).decode("utf-8-sig"))
+    except UnicodeDecodeError as e:
+        raise UserError(f"cannot read {path}: {_encoding(e)}") from None
+    except RecursionError:
+        raise UserError(TOO_DEEP.format(path)) from None
+    except (yaml.YAMLError, ValueError) as e:  # ValueError: a date that does not exist
+        raise UserError(f"cannot read {path}: not YAML ({' '.join(str(e).split())})") from None
+    return _object(shallow({} if value is None else value, path, LARGEST_YAML), path)
+
+
+def shallow(value: Any, where: str | Path, most: float = math.inf) -> Any:
+    """The value itself, if it is nested at most DEEPEST levels and has at most that many parts; else UserError.
+
+    YAML's aliases make of a small file one without end, or of a billion parts.
+    """
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        level = [x for x in level if isinstance(x, (dict, list))]
+        if not level:
+            return value
+        most -= sum(map(len, level))
+        if most < 0:
+            raise UserError(f"cannot read {where}: its aliases make it too large; write it without them")
+        level = [x for v in level for x in (v.values() if isinstance(v, dict) else v)]
+    raise UserError(TOO_DEEP.format(where))
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except (OSError, ValueError) as e:  # ValueError: a null byte in the name
+        raise UserError(f"cannot read {path}: {getattr(e, 'strerror', None) or e}") from None
+
+
+def _encoding(e: UnicodeDecodeError) -> str:
+    return f"not in UTF-8 (byte {e.start} is {e.object[e.start]:#04x})"
+
+
+def _object(value: Any, path: Path) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UserError(f"cannot read {path}: expected an object with named values, found a {type(value).__name__}")
+    return value
