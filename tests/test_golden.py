@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchfoam import FOAM
+from torchfoam import FOAM, PAPER
 
 GOLDEN = sorted((Path(__file__).parent / "data").glob("*.npz"))
 
@@ -21,6 +21,7 @@ def worst(file: Path, correct_eps: bool = True, **changes: object) -> tuple[floa
     level, beta1, beta2 = int(d["level"]), float(d["betas"][0]), float(d["betas"][1])
     w = torch.nn.Parameter(d["w0"].clone())
     options = {
+        **PAPER,
         "level": max(level, 0),
         "lr": float(d["lr"]),
         "scale": float(d["alpha"]),
@@ -52,7 +53,17 @@ def test_every_step_as_the_authors_release(file: Path) -> None:
     assert max(weights, m, v) < 1e-5
 
 
-@pytest.mark.parametrize("changes", [{"second_moment": "square_mean"}, {"residual": 0.9}, {"scale": 0.2501}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"second_moment": "square_mean"},
+        {"residual": 0.9},
+        {"scale": 0.2501},
+        {"bias_correction": "moments"},
+        {"residual_in_v": 0.99},
+    ],
+    ids=str,
+)
 def test_it_would_notice(changes: dict) -> None:
     assert worst(GOLDEN[0], **changes)[0] > 1e-5
 

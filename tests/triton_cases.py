@@ -37,7 +37,7 @@ OPTIONS: list[dict[str, Any]] = [
 def slot(shape: tuple[int, ...], level: Any, p: torch.dtype, g: torch.dtype, s: torch.dtype, t: int = 3) -> Slot:
     folded = (*shape[:-1], width(level, shape[-1])) if shape else ()
     state = {"m": numbers(*folded, seed=3) * 0.1, "v": numbers(*folded, seed=4).square()}
-    state = {name: x.to(s).to(DEVICE) for name, x in state.items()} | {"step": torch.tensor(float(t))}
+    state = {name: x.to(s).to(DEVICE) for name, x in state.items()} | {"step": torch.tensor(t, dtype=torch.int32)}
     return Slot(numbers(*shape, seed=1).to(p).to(DEVICE), numbers(*shape, seed=2).to(g).to(DEVICE), state, 5)
 
 

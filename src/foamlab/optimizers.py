@@ -86,8 +86,13 @@ EVIDENCE = "best of a small grid on a 1 M model; contests give it the grid of fo
 BOTH = {"lr": HIGH_RATES, "scale": SCALES}
 
 
+# the paper's update rule, which the library's defaults depart from (docs/algorithm.md)
+RULE = {key: PAPER[key] for key in ("bias_correction", "residual_in_v")}
+
+
 def _paper(help: str, **options: Any) -> Entry:
-    """FOAM with the rates of its paper."""
+    """FOAM with the rule and the rates of its paper."""
+    options = {**RULE, **options}
     source = PAPERS + "; contests try half-decade steps of lr, then alpha by factors of 2"
     return Entry(help, "torchfoam:FOAM", foam, PAPER["lr"], PAPER["betas"], PAPER["scale"], source, options, BOTH)
 

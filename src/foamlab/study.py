@@ -23,6 +23,7 @@ from torchfoam import FOAM, residual
 
 from . import frame, pictures, plots, stats
 from .config import UserError, known_name
+from .optimizers import RULE
 from .record import circumstances, write_atomically
 
 ROWS, COLUMNS, SAMPLES = 4, 64, 128
@@ -132,7 +133,7 @@ def optimizer(arm: Arm, W: nn.Parameter, lr: float, beta2: float) -> torch.optim
     if arm.level is None:
         return torch.optim.AdamW([W], lr=lr, betas=(BETA1, beta2), weight_decay=0.0, foreach=False)
     group = {"params": [W], "level": arm.level}
-    return FOAM([group], lr=lr, betas=(BETA1, beta2), weight_decay=0.0, residual=arm.rho)
+    return FOAM([group], lr=lr, betas=(BETA1, beta2), weight_decay=0.0, residual=arm.rho, **RULE)
 
 
 def run(arm: Arm, T: int, seeds: int, rate: float, seed: int = 0) -> tuple[list[Row], list[tuple[float, float, float]]]:

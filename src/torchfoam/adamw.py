@@ -85,7 +85,7 @@ def to_adamw(opt: FOAM, **options: Any) -> torch.optim.AdamW:
         for p in group["params"]:
             if mine := opt.state.get(p):
                 C, wide = p.shape[-1] if p.ndim else 1, torch.float64 if p.dtype == torch.float64 else torch.float32
-                adamw.state[p] = {"step": mine["step"].clone()}
+                adamw.state[p] = {"step": mine["step"].float()}
                 for name, key in (("m", "exp_avg"), ("v", "exp_avg_sq")):
                     full = unfold(open_moment(mine, name, wide), group["level"], C)
                     adamw.state[p][key] = torch.empty_like(p, requires_grad=False).copy_(full)  # with p's own strides

@@ -18,12 +18,15 @@ from .fold import residual_ratio
 from .groups import param_groups, split_by_shape
 from .kernels import BACKENDS, Slot, choose
 from .options import check, check_choices, check_options, hyper, known_value
-from .saved import FORMAT, match
+from .saved import FORMAT, match, upgraded
 from .state import check_kept, new_state
 
-# The authors' recipe for pre-training, for FOAM(model, **PAPER): a base rate for embeddings, head and norms, a quarter
-# of it for the folded matrices (docs/choosing.md).
-PAPER: dict[str, Any] = {"lr": 1e-2, "level": 2, "scale": 0.25, "betas": (0.9, 0.999), "weight_decay": 0.0}
+# The authors' rule and their recipe for pre-training, for FOAM(model, **PAPER): a base rate for embeddings, head and
+# norms, a quarter of it for the folded matrices (docs/choosing.md).
+PAPER: dict[str, Any] = {
+    "lr": 1e-2, "level": 2, "scale": 0.25, "betas": (0.9, 0.999), "weight_decay": 0.0,
+    "bias_correction": "whole", "residual_in_v": 1.0,
+}  # fmt: skip
 
 # a group, the name of a backend, and what that backend has to step of it
 Work = tuple[dict[str, Any], str, list[Slot]]
@@ -32,10 +35,10 @@ Work = tuple[dict[str, Any], str, list[Slot]]
 class FOAM(Optimizer):
     """Adam whose two moments are kept as means over blocks of 2**level entries of a row.
 
-        m <- beta1 m + (1 - beta1) fold(g)          M = unfold(m) + residual * r
-        v <- beta2 v + (1 - beta2) fold(g^2)        V = unfold(v) + residual^2 * r^2,    r = g - unfold(fold(g))
-        p <- p - lr * weight_decay * p
-        p <- p - lr * scale * (M / (1 - beta1^t)) / (sqrt(V / (1 - beta2^t)) + eps)
+        m <- beta1 m + (1 - beta1) fold(g)         M = unfold(m) / (1 - beta1^t) + residual * r
+        v <- beta2 v + (1 - beta2) fold(g^2)       V = unfold(v) / (1 - beta2^t) + residual_in_v * (residual * r)^2
+        p <- p - lr * weight_decay * p             r = g - unfold(fold(g))
+        p <- p - lr * scale * M / (sqrt(V) + eps)
 
     Args:
         params: a module (embeddings, head, norms and biases stay plain Adam: `param_groups`); tensors or (name, tensor)
@@ -49,6 +52,10 @@ class FOAM(Optimizer):
         scale: alpha, multiplies lr for folded groups only.
         residual: rho, how much of the residual returns to each weight; 0 is the ablation.
         second_moment: "mean_square" = fold(g^2) (default) or "square_mean" = fold(g)^2 (the paper's text).
+        bias_correction: "moments" divides the averages m and v alone, so that the residual has its full size from the
+            first step; "whole" divides M and V, residual included, as the paper does (docs/algorithm.md).
+        residual_in_v: kappa, how much of the residual's square V gets: 0 gives Adam's expected step, more bounds a
+            step by 1 / sqrt(kappa) rates; 1 is the paper's. Of rule "adam".
         state: how moments are kept: "float32" (float64 for float64 parameters), "bfloat16", "int8" (matrices only:
             8-bit codes, 1/32 byte more for their scale), or "param" (as the parameter).
         stochastic: round bfloat16 parameters, bfloat16 moments and codes stochastically (seeded by `seed`, repeatable
@@ -83,6 +90,8 @@ class FOAM(Optimizer):
         scale: float = 1.0,
         residual: float = 1.0,
         second_moment: str = "mean_square",
+        bias_correction: str = "moments",
+        residual_in_v: float = 0.1,
         state: str = "float32",
         stochastic: bool = True,
         seed: int = 0,
@@ -96,6 +105,7 @@ class FOAM(Optimizer):
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "level": level, "rule": rule, "scale": scale, "residual": residual, "second_moment": second_moment,
+            "bias_correction": bias_correction, "residual_in_v": residual_in_v,
             "state": state, "stochastic": stochastic, "seed": seed,
             "momentum": momentum, "nesterov": nesterov, "adjust_lr": adjust_lr,
             "maximize": maximize, "capturable": capturable, "format": FORMAT,
@@ -276,6 +286,10 @@ class FOAM(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("backend", None)
+        for group in (self.defaults, *self.param_groups):
+            group.update(upgraded(group))
+        for kept in self.state.values():
+            kept["step"] = kept["step"].to(torch.int32)  # float32 in format 1
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -296,7 +310,7 @@ class FOAM(Optimizer):
             state_dict = pre(self, state_dict) or state_dict
         plan = match(self, state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
-            kept = {k: deepcopy(v) for k, v in saved.items() if k not in ("params", "param_names", "format")}
+            kept = {k: deepcopy(v) for k, v in upgraded(saved).items() if k not in ("params", "param_names")}
             if isinstance(lr := group["lr"], Tensor):  # CUDA graphs and compiled steps read this very tensor
                 kept["lr"] = lr.copy_(torch.as_tensor(kept.get("lr", lr)))
             group.update(kept)

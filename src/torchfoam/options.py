@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from difflib import get_close_matches
 from math import inf
 from numbers import Real
@@ -11,15 +12,21 @@ from typing import Any
 from torch import Tensor
 
 from .fold import check_level
-from .rules import LR_ADJUSTMENTS, RULES, SECOND_MOMENTS, Hyper
+from .rules import BIAS_CORRECTIONS, LR_ADJUSTMENTS, RULES, SECOND_MOMENTS, Hyper
 from .state import STATES
 
 OPTIONS = (
-    "lr", "betas", "eps", "weight_decay", "level", "rule", "scale", "residual", "second_moment", "state", "stochastic",
-    "seed", "momentum", "nesterov", "adjust_lr", "maximize", "capturable",
+    "lr", "betas", "eps", "weight_decay", "level", "rule", "scale", "residual", "second_moment", "bias_correction",
+    "residual_in_v", "state", "stochastic", "seed", "momentum", "nesterov", "adjust_lr", "maximize", "capturable",
 )  # fmt: skip
 
-CHOICES = {"rule": tuple(RULES), "second_moment": SECOND_MOMENTS, "state": STATES, "adjust_lr": LR_ADJUSTMENTS}
+CHOICES = {
+    "rule": tuple(RULES), "second_moment": SECOND_MOMENTS, "bias_correction": BIAS_CORRECTIONS, "state": STATES,
+    "adjust_lr": LR_ADJUSTMENTS,
+}  # fmt: skip
+
+# what a step takes from a group under the same name
+_SCALARS = tuple(f.name for f in fields(Hyper) if f.name not in ("lr", "beta1", "beta2"))
 
 
 def known_value(what: str, value: Any, known: Iterable[str]) -> Any:
@@ -55,7 +62,7 @@ def check(group: Mapping[str, Any]) -> None:
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"betas must be two numbers, got {betas!r}")
     below = {"lr": (lr, inf), "beta1": (betas[0], 1), "beta2": (betas[1], 1), "momentum": (group["momentum"], 1)}
-    below.update({name: (group[name], inf) for name in ("eps", "weight_decay", "scale", "residual")})
+    below.update({name: (group[name], inf) for name in ("eps", "weight_decay", "scale", "residual", "residual_in_v")})
     for name, (value, limit) in below.items():
         if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < limit:
             wanted = "in [0, 1)" if limit == 1 else "finite and >= 0"
@@ -79,9 +86,4 @@ def hyper(group: Mapping[str, Any]) -> Hyper:
     """The group's scalars, frozen for one step."""
     beta1, beta2 = group["betas"]
     lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
-    return Hyper(
-        lr=lr, beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"],
-        level=group["level"], scale=group["scale"], residual=group["residual"], second_moment=group["second_moment"],
-        maximize=group["maximize"], stochastic=group["stochastic"], seed=group["seed"],
-        momentum=group["momentum"], nesterov=group["nesterov"], adjust_lr=group["adjust_lr"],
-    )  # fmt: skip
+    return Hyper(lr, beta1, beta2, **{name: group[name] for name in _SCALARS})

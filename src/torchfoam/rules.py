@@ -19,7 +19,11 @@ from torch import Tensor
 from .fold import Level, fold, unfold, width
 
 SECOND_MOMENTS = ("mean_square", "square_mean")
+BIAS_CORRECTIONS = ("moments", "whole")
 LR_ADJUSTMENTS = ("original", "match_rms_adamw")
+
+# A mean of squares counts as this at most: infinity, from finite gradients, would hold its block still for good
+LARGEST = 2.0**127
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class Hyper:
     scale: float = 1.0  # alpha: multiplies lr
     residual: float = 1.0  # rho: how much of the residual each weight gets back
     second_moment: str = "mean_square"
+    bias_correction: str = "moments"  # what it covers: the averages, or M and V whole
+    residual_in_v: float = 0.1  # kappa: how much of the residual's square V gets
     maximize: bool = False
     stochastic: bool = True  # rounding of bfloat16 and 8-bit storage; see quant.py
     seed: int = 0
@@ -47,11 +53,13 @@ def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, t: float | Tensor, h: Hyper
     """One step of FOAM; at level 0 and scale 1 it is torch.optim.AdamW.
 
         m <- beta1 m + (1 - beta1) fold(g)
-        v <- beta2 v + (1 - beta2) fold(g^2)              second_moment="mean_square"; fold(g)^2 for "square_mean"
-        M  = unfold(m) + rho r,   V = unfold(v) + rho^2 r^2,   r = g - unfold(fold(g))
+        v <- beta2 v + (1 - beta2) s(g)                   s(g) = fold(g^2), or fold(g)^2 for "square_mean"
+        M  = unfold(m) / (1 - beta1^t) + rho r            r = g - unfold(fold(g))
+        V  = unfold(v) / (1 - beta2^t) + kappa rho^2 r^2
         p <- p - lr weight_decay p
-        p <- p - lr alpha (M / (1 - beta1^t)) / (sqrt(V / (1 - beta2^t)) + eps)
+        p <- p - lr alpha M / (sqrt(V) + eps)
 
+    bias_correction="whole", as in the paper, divides M and V whole: (unfold(m) + rho r) / (1 - beta1^t), and V alike.
     Shapes: p, g [*lead, C]; m, v [*lead, W]. `t` is 1 at the first step. At most three full-size temporaries.
     """
     C = p.shape[-1] if p.ndim else 1
@@ -61,19 +69,25 @@ def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, t: float | Tensor, h: Hyper
     m.lerp_(f, 1 - h.beta1)
     # v <- beta2 v + (1 - beta2) s(g)
     mean_square = h.second_moment == "mean_square"
-    v.mul_(h.beta2).add_(fold(g.square(), h.level) if mean_square else f.square(), alpha=1 - h.beta2)
+    s = (fold(g.square(), h.level) if mean_square else f.square()).clamp_(max=LARGEST)
+    v.mul_(h.beta2).add_(s, alpha=1 - h.beta2)
+    del s
+    # M = unfold(m) / (1 - beta1^t) + rho r,   V = unfold(v) / (1 - beta2^t) + kappa rho^2 r^2
+    first, second = 1 - h.beta1**t, 1 - h.beta2**t
     M, V = unfold(m, h.level, C), unfold(v, h.level, C)
+    if h.bias_correction == "moments":
+        M, V = M.div_(first), V.div_(second)
     if h.level != 0 and h.residual:
-        # M = unfold(m) + rho r,  V = unfold(v) + rho^2 r^2
         r = unfold(f, h.level, C).sub_(g, alpha=sign).mul_(-h.residual)
         M.add_(r)
-        V.addcmul_(r, r)
+        V.addcmul_(r, r, value=h.residual_in_v)
+    if h.bias_correction == "whole":
+        M, V = M.div_(first), V.div_(second)
     # p <- p - lr weight_decay p
     if h.weight_decay:
         p.mul_(1 - h.lr * h.weight_decay)
-    # p <- p - lr alpha (M / (1 - beta1^t)) / (sqrt(V / (1 - beta2^t)) + eps)
-    V.div_(1 - h.beta2**t).sqrt_().add_(h.eps)
-    p.sub_(M.div_(V).mul_(h.lr * h.scale / (1 - h.beta1**t)))
+    # p <- p - lr alpha M / (sqrt(V) + eps)
+    p.sub_(M.div_(V.sqrt_().add_(h.eps)).mul_(h.lr * h.scale))
 
 
 def mini(p: Tensor, g: Tensor, m: Tensor, v: Tensor, t: float | Tensor, h: Hyper) -> None:
@@ -81,8 +95,9 @@ def mini(p: Tensor, g: Tensor, m: Tensor, v: Tensor, t: float | Tensor, h: Hyper
 
         m <- beta1 m + (1 - beta1) fold(g)
         v <- beta2 v + (1 - beta2) mean(g^2 over the row)
+        M  = unfold(m) / (1 - beta1^t) + rho r            or (unfold(m) + rho r) / (1 - beta1^t), as in `adam`
         p <- p - lr weight_decay p
-        p <- p - lr alpha ((unfold(m) + rho r) / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+        p <- p - lr alpha M / (sqrt(v / (1 - beta2^t)) + eps)
 
     Shapes: p, g [*lead, C]; m [*lead, W]; v [*lead, 1]. Source: Zhang et al., Adam-mini, arXiv 2406.16793.
     """
@@ -92,13 +107,14 @@ def mini(p: Tensor, g: Tensor, m: Tensor, v: Tensor, t: float | Tensor, h: Hyper
     # m <- beta1 m + (1 - beta1) fold(g)
     m.lerp_(f, 1 - h.beta1)
     # v <- beta2 v + (1 - beta2) mean(g^2)
-    v.mul_(h.beta2).add_(fold(g.square(), "row"), alpha=1 - h.beta2)
-    M = _restored(m, f, g, h)
+    v.mul_(h.beta2).add_(fold(g.square(), "row").clamp_(max=LARGEST), alpha=1 - h.beta2)
+    first = 1 - h.beta1**t
+    M = _restored(m, f, g, h).div_(first) if h.bias_correction == "whole" else _restored(m / first, f, g, h)
     if h.weight_decay:
         p.mul_(1 - h.lr * h.weight_decay)
-    # p <- p - lr alpha (M / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+    # p <- p - lr alpha M / (sqrt(v / (1 - beta2^t)) + eps)
     V = v.div(1 - h.beta2**t).sqrt_().add_(h.eps)
-    p.sub_(M.div_(V).mul_(h.lr * h.scale / (1 - h.beta1**t)))
+    p.sub_(M.div_(V).mul_(h.lr * h.scale))
 
 
 def muon(p: Tensor, g: Tensor, m: Tensor, t: float | Tensor, h: Hyper) -> None:

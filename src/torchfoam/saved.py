@@ -11,9 +11,16 @@ from torch.optim import Optimizer
 from .options import check
 from .state import new_state
 
-FORMAT = 1  # version of the state dict; rises when an older one needs translating
+FORMAT = 2  # version of the state dict; rises when an older one needs translating
+# format 1 had the paper's rule alone, and a float32 `step`
+FORMAT_1 = {"bias_correction": "whole", "residual_in_v": 1.0}
 # a state dict that differs in one of these belongs to another algorithm: loading it is refused
 IDENTITY = ("rule", "level", "second_moment", "state")
+
+
+def upgraded(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group in today's format, with the rule it was trained with."""
+    return {**group, **(FORMAT_1 if group["format"] == 1 else {}), "format": FORMAT}
 
 
 def match(opt: Optimizer, state_dict: Mapping[str, Any]) -> list[tuple[Tensor, dict[str, Any], Mapping[str, Any]]]:
@@ -74,7 +81,8 @@ def _match_state(where: str, want: dict[str, Tensor], saved: Any) -> None:
     for name, x in saved.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{where}: {name} is a {type(x).__name__}, not a tensor")
-        if x.shape != want[name].shape or x.dtype != want[name].dtype:
+        counts = name == "step" and not x.is_complex()  # float32 in format 1, and other programs' choice
+        if x.shape != want[name].shape or (x.dtype != want[name].dtype and not counts):
             raise ValueError(
                 f"{where}: {name} was saved as {x.dtype} {tuple(x.shape)}, "
                 f"this one has {want[name].dtype} {tuple(want[name].shape)}"

@@ -19,11 +19,11 @@ STATES = ("float32", "bfloat16", "int8", "param")
 
 
 def new_state(p: Tensor, group: Mapping[str, Any], device: str | None = None) -> dict[str, Tensor]:
-    """Zero state of one parameter: `step` [] float32; the rule's moments [*lead, W]; for 8-bit codes (uint8) also their
+    """Zero state of one parameter: `step` [] int32; the rule's moments [*lead, W]; for 8-bit codes (uint8) also their
     exponents, uint8 [*lead, ceil(W / 32)]. Dim 0 of all but `step` is the parameter's own."""
     where = device or p.device
     step_device = where if group["capturable"] else device or "cpu"
-    state = {"step": torch.zeros((), dtype=torch.float32, device=step_device)}
+    state = {"step": torch.zeros((), dtype=torch.int32, device=step_device)}
     dtype = moment_dtype(p, group["state"])
     C = p.shape[-1] if p.ndim else 1
     for name in MOMENTS[group["rule"]]:
@@ -47,7 +47,11 @@ def check_kept(
         rule, level = group["rule"], group["level"]
         want = widths[C] = {name: moment_width(rule, name, level, C) for name in MOMENTS[rule]}
     coded = group["state"] == "int8" and p.ndim >= 2
-    fits = ("v" in kept) == ("v" in want) and (coded == ("m_exponent" in kept) or p.dtype == torch.float64)
+    fits = (
+        kept["step"].dtype == torch.int32
+        and ("v" in kept) == ("v" in want)
+        and (coded == ("m_exponent" in kept) or p.dtype == torch.float64)
+    )
     if fits and all(kept[name].shape == ((*p.shape[:-1], W) if p.ndim else ()) for name, W in want.items()):
         return
     have = {name: tuple(x.shape) for name, x in kept.items() if name != "step"}

@@ -2,12 +2,15 @@
 
        m <- beta1 m + (1 - beta1) fold(g)
        v <- beta2 v + (1 - beta2) fold(g^2)                                (or fold(g)^2)
-       M  = unfold(m) + rho r,   V = unfold(v) + rho^2 r^2,   r = g - unfold(fold(g))
-       p <- (1 - lr wd) p - lr alpha (M / (1 - beta1^t)) / (sqrt(V / (1 - beta2^t)) + eps)
+       M  = unfold(m) / c1 + rho r,   V = unfold(v) / c2 + kappa rho^2 r^2,   r = g - unfold(fold(g)),   ci = 1 - betai^t
+       p <- (1 - lr wd) p - lr alpha M / (sqrt(V) + eps)
 
-   The bias corrections are moved into two constants, so that what is left per weight is one root and one quotient:
+   M and V are taken c1 and c2 times as large and the constants moved out, so that what is left per weight is one root and
+   one quotient, and m and v are spread as they are kept:
 
-       p <- decay p - (2a M) / (2 sqrt(V) + 2e),   a = lr alpha sqrt(1 - beta2^t) / (1 - beta1^t),  e = eps sqrt(1 - beta2^t)
+       p <- decay p - 2 (a m + a_r rho r) / (2 sqrt(v + k rho^2 r^2) + 2e),   a = lr alpha sqrt(c2) / c1,   e = eps sqrt(c2)
+
+   with a_r = a c1 and k = kappa c2, or a and kappa if the bias correction covers the residual too.
 
    Layout. A vector holds N floats. N blocks of B are taken at once: their B N weights are summed by a tree of pairwise
    adds whose result is one vector of N block sums in order, so m and v are read, changed and written N at a time,
@@ -37,7 +40,8 @@ enum { SHORT = 256, TILE = 1024, BUFFER = 16 * SHORT, ITEM = 1 << 16, SEGMENT = 
 typedef struct {
     float w1, beta1, w2, beta2; /* 1 - beta, beta */
     float sign, rho, rho_sign;  /* sign: -1 to maximize */
-    float a2, e2, decay;        /* 2a, 2e, 1 - lr wd */
+    float a2, r2, kappa;        /* 2a, 2a_r, k */
+    float e2, decay;            /* 2e, 1 - lr wd */
     int mean_square, keep, exact;
 } Rule;
 
@@ -45,16 +49,19 @@ typedef struct {
 INLINE vf first(vf m, vf f, const Rule *k) {
     return k->keep ? m + (f - m) * k->w1 : f - (f - m) * k->beta1;
 }
-/* v <- beta2 v + (1 - beta2) s */
-INLINE vf second(vf v, vf s, const Rule *k) { return v * k->beta2 + s * k->w2; }
+/* v <- beta2 v + (1 - beta2) s, with s at most rules.LARGEST; NaN passes */
+INLINE vf second(vf v, vf s, const Rule *k) {
+    vf most = all(0x1p127f);
+    return v * k->beta2 + (vf)choose(s > most, (vi)most, (vi)s) * k->w2;
+}
 
-/* p <- decay p - 2a M / (2 sqrt(V) + 2e), with M2 = 2a M */
+/* p <- decay p - M2 / (2 sqrt(V) + 2e) */
 INLINE vf moved(vf p, vf M2, vf V, const Rule *k) { return p * k->decay - quotient(M2, V, k->e2, k->exact); }
 
 /* The same from what is spread over a block: fr = rho fold(g), m2 = 2a m, and v */
 INLINE vf weight(vf p, vf g, vf fr, vf m2, vf v, const Rule *k) {
     vf r = g * k->rho_sign - fr; /* rho r */
-    return moved(p, r * k->a2 + m2, r * r + v, k);
+    return moved(p, r * k->r2 + m2, r * k->kappa * r + v, k);
 }
 
 /* What blocks() fetches meanwhile: where it will go on later. Without this memory idles while a tile is computed, for the
@@ -155,7 +162,7 @@ static void sums(const float *g, long n, double *sum, const char *p, long p_size
 
 typedef struct {
     void *p, *g, *m, *v;
-    const float *step;
+    const int32_t *step;
     int64_t rows, columns, block; /* block <= columns */
     int64_t dtypes;               /* of p, g and the moments: 4 bits each, from below */
     void *m_exponents, *v_exponents; /* of 8-bit codes */
@@ -163,24 +170,25 @@ typedef struct {
 } Task;
 
 typedef struct {
-    double lr, beta1, beta2, eps, weight_decay, scale, rho;
-    int64_t mean_square, maximize, stochastic, seed;
+    double lr, beta1, beta2, eps, weight_decay, scale, rho, kappa;
+    int64_t mean_square, whole, maximize, stochastic, seed;
 } Hyper;
 
 typedef struct { Array p, g, m, v; long C, B, W, count; Rule k; } Tensor;
 
 static void tensor_of(const Task *t, const Hyper *h, Tensor *out) {
-    double step = *t->step, c1 = 1 - pow(h->beta1, step), c2 = sqrt(1 - pow(h->beta2, step));
-    double sign = h->maximize ? -1 : 1;
+    double step = *t->step, c1 = 1 - pow(h->beta1, step), c2 = 1 - pow(h->beta2, step);
+    double sign = h->maximize ? -1 : 1, a2 = 2 * h->lr * h->scale * sqrt(c2) / c1;
     out->C = t->columns, out->B = t->block, out->W = (t->columns + t->block - 1) / t->block;
     out->count = t->rows * out->W;
     out->k = (Rule){
         .w1 = 1 - h->beta1, .beta1 = h->beta1, .w2 = 1 - h->beta2, .beta2 = h->beta2, .keep = 1 - h->beta1 < 0.5,
         .sign = sign, .rho = h->rho, .rho_sign = h->rho * sign, .mean_square = h->mean_square,
-        .a2 = 2 * h->lr * h->scale * c2 / c1, .e2 = 2 * h->eps * c2, .decay = 1 - h->lr * h->weight_decay,
+        .a2 = a2, .r2 = h->whole ? a2 : a2 * c1, .kappa = h->whole ? h->kappa : h->kappa * c2,
+        .e2 = 2 * h->eps * sqrt(c2), .decay = 1 - h->lr * h->weight_decay,
         .exact = h->eps > 1e15, /* the quotient's estimate would be denormal */
     };
-    uint32_t key = mix1(mix1(h->seed) ^ (uint32_t)(int64_t)step);
+    uint32_t key = mix1(mix1(h->seed) ^ (uint32_t)*t->step);
     void *data[] = {t->p, t->m, t->v, t->g};
     Array *arrays[] = {&out->p, &out->m, &out->v, &out->g};
     for (int i = 0; i < 4; i++) {

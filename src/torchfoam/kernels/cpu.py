@@ -45,9 +45,10 @@ class Scalars(ctypes.Structure):
     """The struct Hyper in cpu.c."""
 
     _fields_ = [
-        (name, ctypes.c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "scale", "residual")
+        (name, ctypes.c_double)
+        for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "scale", "residual", "residual_in_v")
     ]
-    _fields_ += [(name, ctypes.c_int64) for name in ("mean_square", "maximize", "stochastic", "seed")]
+    _fields_ += [(name, ctypes.c_int64) for name in ("mean_square", "whole", "maximize", "stochastic", "seed")]
 
 
 # ---------------------------------------------------------------------- building
@@ -186,8 +187,8 @@ def update(slots: Sequence[Slot], h: Hyper, rule: str) -> None:
 def step(function: Callable[..., int], slots: Sequence[Slot], h: Hyper, threads: int, parallel: int | None) -> None:
     """`update` with everything it depends on as an argument."""
     scalars = Scalars(
-        float(h.lr), h.beta1, h.beta2, h.eps, h.weight_decay, h.scale, h.residual,
-        h.second_moment == "mean_square", h.maximize, h.stochastic, h.seed & 0xFFFFFFFF,
+        float(h.lr), h.beta1, h.beta2, h.eps, h.weight_decay, h.scale, h.residual, h.residual_in_v,
+        h.second_moment == "mean_square", h.bias_correction == "whole", h.maximize, h.stochastic, h.seed & 0xFFFFFFFF,
     )  # fmt: skip
     table: list[int] = []
     lengths: dict[int, int] = {}  # columns -> block length

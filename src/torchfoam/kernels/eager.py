@@ -66,7 +66,7 @@ def _step(slot: Slot, row: int, h: Hyper, rule: str) -> None:
         t = step.item()
     elif step.is_cuda:
         t = step.double()  # 1 - 0.999 in float32 is off by 1e-5
-    count = t.to(torch.int64) if isinstance(t, Tensor) else int(t)
+    count = step.to(torch.int64) if isinstance(t, Tensor) else int(t)
     RULES[rule](p, slot.g.to(dtype), *moments, t, h)
     keyed = {"p": slot.p, **slot.state}
     for stream, (name, x) in enumerate(zip(("p", *MOMENTS[rule]), (p, *moments))):

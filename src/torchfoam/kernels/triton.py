@@ -134,11 +134,13 @@ def launch(todo: Plan, t: int | None, h: Hyper) -> None:
         *(1.0 if t is None else 1 - beta**t for beta in (h.beta1, h.beta2)),
         *log_pair(h.beta1),
         *log_pair(h.beta2),
-        *(float(x) for x in (h.beta1, 1 - h.beta1, h.beta2, 1 - h.beta2, h.eps, h.weight_decay, h.scale, h.residual)),
+        *(float(x) for x in (h.beta1, 1 - h.beta1, h.beta2, 1 - h.beta2)),
+        *(float(x) for x in (h.eps, h.weight_decay, h.scale, h.residual, h.residual_in_v)),
     ]
     flags = {
         "MAXIMIZE": h.maximize,
         "SQUARE_MEAN": h.second_moment == "square_mean",
+        "WHOLE": h.bias_correction == "whole",
         "STOCHASTIC": h.stochastic,
         "STEP_TENSOR": t is None,
         "LR_TENSOR": lr_tensor,

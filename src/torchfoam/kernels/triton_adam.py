@@ -85,7 +85,7 @@ def _clock(
 ):  # fmt: skip
     # lr, t, 1 - beta1^t and 1 - beta2^t; float64, because 1 - 0.999^1 in float32 is off by 1e-5
     if STEP_TENSOR:
-        t = tl.load(_field(table, 5, slot, SLOTS).to(tl.pointer_type(tl.float32))).to(tl.int32)
+        t = tl.load(_field(table, 5, slot, SLOTS).to(tl.pointer_type(tl.int32)))
         time = t.to(tl.float64)
         c1 = (1.0 - tl.exp(time * (tl.cast(log1, tl.float64) + tl.cast(log1_rest, tl.float64)))).to(tl.float32)
         c2 = (1.0 - tl.exp(time * (tl.cast(log2, tl.float64) + tl.cast(log2_rest, tl.float64)))).to(tl.float32)
@@ -99,25 +99,31 @@ def _moments(m, v, f, s, beta1, rest1, beta2, rest2, SQUARE_MEAN: tl.constexpr):
     # m <- beta1 m + (1 - beta1) fold(g),   v <- beta2 v + (1 - beta2) s(g)
     if SQUARE_MEAN:
         s = f * f
+    s = tl.where(s > 1.7014118346046923e38, 1.7014118346046923e38, s)  # rules.LARGEST
     return beta1 * m + rest1 * f, beta2 * v + rest2 * s
 
 
 @triton.jit
-def _step(p, M, V, r, rho, lr, decay, c1, c2, eps):
-    # M + rho r,   V + rho^2 r^2,   p <- p - decay p - lr (M / c1) / (sqrt(V / c2) + eps)
+def _step(p, m, v, r, rho, kappa, lr, decay, c1, c2, eps, WHOLE: tl.constexpr):
+    # M = m / c1 + rho r,   V = v / c2 + kappa rho^2 r^2  (WHOLE: (m + rho r) / c1 and so on)
+    # p <- p - decay p - lr M / (sqrt(V) + eps)
     r = rho * r
-    M = M + r
-    V = V + r * r
+    if WHOLE:
+        M = m + r
+        V = v + kappa * r * r
+    else:
+        M = m + c1 * r
+        V = v + (kappa * c2) * r * r
     return p * (1.0 - decay) - (lr / c1) * M / (tl.sqrt(V * (1.0 / c2)) + eps)
 
 
 @triton.jit(do_not_specialize=["t", "seed"])
 def adam_tile(
     table, lr, t, seed, c1, c2, log1, log1_rest, log2, log2_rest,
-    beta1, rest1, beta2, rest2, eps, decay, scale, rho,
+    beta1, rest1, beta2, rest2, eps, decay, scale, rho, kappa,
     SLOTS: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, FLAT: tl.constexpr, ALIGNED: tl.constexpr,
     P: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
-    MAXIMIZE: tl.constexpr, SQUARE_MEAN: tl.constexpr, STOCHASTIC: tl.constexpr,
+    MAXIMIZE: tl.constexpr, SQUARE_MEAN: tl.constexpr, WHOLE: tl.constexpr, STOCHASTIC: tl.constexpr,
     STEP_TENSOR: tl.constexpr, LR_TENSOR: tl.constexpr,
 ):  # fmt: skip
     """K blocks of one row a program, BP entries each (fewer in the last), held in registers as [K, BP].
@@ -160,7 +166,7 @@ def adam_tile(
         g = -g
     if BP == 1:
         m, v = _moments(m, v, g, g * g, beta1, rest1, beta2, rest2, SQUARE_MEAN)
-        p = _step(p, m, v, 0.0, 0.0, lr * scale, lr * decay, c1, c2, eps)
+        p = _step(p, m, v, 0.0, 0.0, 0.0, lr * scale, lr * decay, c1, c2, eps, WHOLE)
     else:
         # masked entries are 0: sums may include them, lengths must not
         share = 1.0 / BP
@@ -171,7 +177,7 @@ def adam_tile(
         p = tl.reshape(p, [K, BP])
         f = tl.sum(g, 1) * share
         m, v = _moments(m, v, f, tl.sum(g * g, 1) * share, beta1, rest1, beta2, rest2, SQUARE_MEAN)
-        p = _step(p, m[:, None], v[:, None], g - f[:, None], rho, lr * scale, lr * decay, c1, c2, eps)
+        p = _step(p, m[:, None], v[:, None], g - f[:, None], rho, kappa, lr * scale, lr * decay, c1, c2, eps, WHOLE)
         p = tl.reshape(p, [K * BP])
     tl.store(pp + start + e, _close(p, _key(seed, t, number, 0), start + e, P, STOCHASTIC), mask=inside)
     tl.store(mm + j + k, _close(m, _key(seed, t, number, 1), j + k, S, STOCHASTIC), mask=kept)
@@ -181,10 +187,10 @@ def adam_tile(
 @triton.jit(do_not_specialize=["t", "seed"])
 def adam_long(
     table, lr, t, seed, c1, c2, log1, log1_rest, log2, log2_rest,
-    beta1, rest1, beta2, rest2, eps, decay, scale, rho,
+    beta1, rest1, beta2, rest2, eps, decay, scale, rho, kappa,
     SLOTS: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, FLAT: tl.constexpr, ALIGNED: tl.constexpr,
     P: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
-    MAXIMIZE: tl.constexpr, SQUARE_MEAN: tl.constexpr, STOCHASTIC: tl.constexpr,
+    MAXIMIZE: tl.constexpr, SQUARE_MEAN: tl.constexpr, WHOLE: tl.constexpr, STOCHASTIC: tl.constexpr,
     STEP_TENSOR: tl.constexpr, LR_TENSOR: tl.constexpr,
 ):  # fmt: skip
     """One block a program, too long for registers: read g for its mean, then again (from L2) for the step.
@@ -226,7 +232,7 @@ def adam_long(
         p = tl.load(pp + start + i + e, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         if MAXIMIZE:
             g = -g
-        p = _step(p, m, v, g - f, rho, lr * scale, lr * decay, c1, c2, eps)
+        p = _step(p, m, v, g - f, rho, kappa, lr * scale, lr * decay, c1, c2, eps, WHOLE)
         tl.store(pp + start + i + e, _close(p, key, start + i + e, P, STOCHASTIC), mask=inside)
     tl.store(mm + j, _close(m, _key(seed, t, number, 1), j, S, STOCHASTIC))
     tl.store(vv + j, _close(v, _key(seed, t, number, 2), j, S, STOCHASTIC))
