@@ -49,13 +49,13 @@ def test_good_json(tmp_path: Path) -> None:
     assert parse_json(nested(DEEPEST), "x") == json.loads(nested(DEEPEST))
     assert parse_json(json.dumps(list(range(10**5))), "x")[-1] == 10**5 - 1
     file.write_text("[1]")
-    with pytest.raises(UserError, match="expected an object .*, found a list"):
+    with pytest.raises(UserError, match=r"expected an object .*, found a list"):
         read_json(file)
     with pytest.raises(FileNotFoundError):
         read_json(tmp_path / "none")
     with pytest.raises(NotADirectoryError):
         read_json(file / "none")
-    with pytest.raises(UserError, match="cannot read .*: Is a directory"):
+    with pytest.raises(UserError, match=r"cannot read .*: Is a directory"):
         read_json(tmp_path)
 
 

@@ -85,7 +85,7 @@ def test_paired_edges() -> None:
 
 
 def spaced(centre: float, t: float) -> list[float]:
-    """Three differences around a centre, of standard error 1 / t: centre - h, centre, centre + h with h = sqrt(3) / t."""
+    """Three differences of standard error 1 / t: centre - h, centre, centre + h with h = sqrt(3) / t."""
     return [centre - math.sqrt(3) / t, centre, centre + math.sqrt(3) / t]
 
 
@@ -121,7 +121,7 @@ def test_equivalence_is_the_interval_within_the_margin() -> None:
         d = [draw.gauss(draw.choice([0, 0.5]), 1) for _ in range(draw.randint(2, 9))]
         alpha = draw.choice([0.05, 0.05 / 28, 0.2])
         e = equivalence(d, 1.0, alpha)
-        inside = -1 < e.interval.low and e.interval.high < 1
+        inside = e.interval.low > -1 and e.interval.high < 1
         assert e.holds == inside == (("not shown" not in str(e)) and "equivalent" in str(e))
         assert e.p == pytest.approx(equivalence([-x for x in d], 1.0).p)
         # the larger of the two one-sided tests
