@@ -13,7 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.two_tensor import TwoTensor
 
 from foamlab import thrift
 from foamlab.config import TrainConfig
@@ -106,6 +111,25 @@ def sparse_gradient() -> None:
     FOAM([w]).step()
 
 
+def sharded(fully: bool) -> None:
+    """As fully_shard (FSDP2) and FullyShardedDataParallel (FSDP1) leave a weight."""
+    w = matrix()
+    if not fully:
+        w._fsdp_flattened = True  # type: ignore[attr-defined]
+        FOAM([w])
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        FOAM([nn.Parameter(DTensor.from_local(w.detach(), init_device_mesh("cpu", (2,)), [Shard(0)]))])
+    finally:
+        dist.destroy_process_group()
+
+
+def wrapped_gradient() -> None:
+    w = matrix()
+    w.grad = TwoTensor(torch.ones(4, 8), torch.ones(4, 8))
+    FOAM([w]).step()
+
+
 def adamw_into(rule: str) -> Callable[[], Any]:
     def ask() -> None:
         w = matrix()
@@ -128,6 +152,10 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "AdamW's state into rule muon": adamw_into("muon"),
     "sparse gradients": sparse_gradient,
     "complex parameters": lambda: FOAM([matrix(dtype=torch.complex64)]),
+    "weights sharded by FSDP2 or tensor parallelism": lambda: sharded(fully=True),
+    "weights sharded by FSDP1": lambda: sharded(fully=False),
+    "gradients that are wrappers of other tensors": wrapped_gradient,
+    "parameters of a lazy module": lambda: FOAM(nn.LazyLinear(4)),
     "gradient release, several backward passes a step": second_backward,
     "train.release, train.clip": setting(release=True, clip=1.0),
     "train.release, train.micro_batch below train.batch": setting(release=True, batch=8, micro_batch=4),

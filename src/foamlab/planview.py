@@ -106,7 +106,7 @@ def answers(fit: Fit) -> list[str]:
         lines.append(f"Room, with these settings: up to {most}; or one row of up to {fit.sequence:,} tokens.")
     if fit.sharded and asked.device == "cuda":
         sizes = ", ".join(f"{gb(size)} on each of {n}" for n, size in fit.sharded.items())
-        lines.append(f"Sharded by FSDP2 as set (modelled; the library can, `foamlab train` cannot): {sizes}.")
+        lines.append(f"Sharded by FSDP2 as set (modelled; cannot be trained so yet): {sizes}.")
     return lines
 
 

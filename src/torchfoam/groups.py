@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .budget import fit_levels, parse_bytes
 from .fold import Level, check_level
 from .options import check_options
+from .shard import sharded
 from .state import state_bytes
 
 # Last resort, where a module tells nothing (a bare parameter, or (name, tensor) pairs): what the parts of a dotted path
@@ -75,6 +77,9 @@ def param_groups(
     for given in (options, *overrides.values()):
         check_options(given)
     ours = {"level": level, **{key: options.pop(key) for key in FOLDED_ONLY if key in options}}
+    for p in model.parameters():
+        if p.requires_grad:
+            check_there(p)
     folding = foldable(model)
     wanted = {True: {**options, **ours}, False: {**options, **PLAIN}}
     for path, module in model.named_modules():
@@ -141,6 +146,14 @@ def _check_patterns(overrides: Mapping[str, Mapping[str, Any]], params: Sequence
             raise ValueError(
                 f"override pattern {pattern!r} sets {vain[0]}, but matches only vectors, which do not fold"
             )
+
+
+def check_there(p: Tensor) -> None:
+    """Raise ValueError for a parameter that is not there yet, or not the whole of it."""
+    if is_lazy(p):
+        raise ValueError("a lazy module's parameter has no shape yet: run the model once, then make the optimizer")
+    if reason := sharded(p):
+        raise ValueError(f"FOAM cannot be used on a parameter of shape {tuple(p.shape)}: {reason}")
 
 
 def foldable(model: nn.Module) -> dict[str, bool]:

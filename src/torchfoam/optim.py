@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .fold import residual_ratio
-from .groups import param_groups, split_by_shape
-from .kernels import BACKENDS, Slot, choose
+from .groups import check_there, param_groups, split_by_shape
+from .kernels import BACKENDS, Slot, choose, imagined, whole
 from .options import check, check_choices, check_options, hyper, known_value
 from .saved import FORMAT, match, upgraded
 from .state import check_kept, new_state
@@ -161,6 +161,7 @@ class FOAM(Optimizer):
         for p in (item[1] if isinstance(item, tuple) else item for item in group["params"]):
             if not isinstance(p, Tensor) or (isinstance(p, nn.Parameter) and not p.requires_grad):
                 continue  # torch says what it is; frozen parameters may be of any kind (quantised weights are integers)
+            check_there(p)
             if p.is_complex() or not p.is_floating_point() or p.layout != torch.strided:
                 raise ValueError(
                     f"FOAM needs dense, real, floating-point parameters, got {p.dtype} ({p.layout}) "
@@ -170,7 +171,8 @@ class FOAM(Optimizer):
                 raise ValueError(
                     f"cannot use rule 'muon' on shape {tuple(p.shape)}: only matrices can be orthogonalised"
                 )
-            if self.backend is not None and not p.is_meta:  # where it will live is not known yet; `step` asks again
+            # where what is only planned will live is not known yet; `step` asks again
+            if (self.backend is not None or not whole(p)) and not imagined(p):
                 choose(self.backend, p, merged)
 
     def _ensure_state(self, all_parameters: bool = False) -> None:
@@ -241,11 +243,13 @@ class FOAM(Optimizer):
                     "build the embedding with sparse=False, or give it to torch.optim.SparseAdam"
                 )
             if p.numel():
-                check_kept(p, self.state[p], group, widths)
-                kind = (type(p), p.device, p.dtype, p.ndim, p.is_contiguous())
+                kept = self.state[p]
+                check_kept(p, kept, group, widths)
+                kind = (p.device, p.dtype, p.ndim, p.is_contiguous(), type(p), type(g), *map(type, kept.values()))
                 if kind not in chosen:
-                    chosen[kind] = slots.setdefault(choose(self.backend, p, group).name, [])
-                chosen[kind].append(Slot(p, g, self.state[p], i))
+                    backend = choose(self.backend, p, group, (g, *kept.values()))
+                    chosen[kind] = slots.setdefault(backend.name, [])
+                chosen[kind].append(Slot(p, g, kept, i))
         return [(group, name, batch) for name, batch in slots.items()]
 
     def _perform(self, work: list[Work]) -> None:

@@ -44,7 +44,7 @@ class GradientRelease:
         if replicated(opt):
             raise RuntimeError(
                 "cannot release gradients of data-parallel replicas: each would step on its own gradient before they "
-                "are averaged; shard with FSDP2 (fully_shard), or leave gradient release off"
+                "are averaged; leave gradient release off"
             )
         self.opt, self.clip, self.skip_nonfinite = opt, clip, skip_nonfinite
         self.skipped = 0

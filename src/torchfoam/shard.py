@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch.distributed
+from torch import Tensor
 from torch.optim import Optimizer
+
+INSTEAD = "use DistributedDataParallel, or wait for a torchfoam that shards"
 
 
 def replicated(opt: Optimizer) -> bool:
     """Whether several ranks hold whole copies of the parameters, so that gradients are averaged between them."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
-    from torch.distributed.tensor import DTensor  # slow to import, and only sharded runs need it
+    return torch.distributed.get_world_size() > 1
 
-    params = [p for group in opt.param_groups for p in group["params"]]
-    return torch.distributed.get_world_size() > 1 and not all(isinstance(p, DTensor) for p in params)
+
+def sharded(p: Tensor) -> str | None:
+    """Why p, of which this rank holds a part, cannot be stepped; None for a whole parameter."""
+    if getattr(p, "_fsdp_flattened", False):
+        return f"FSDP1 hands over flat pieces of weights, in which no rows are left to fold; {INSTEAD}"
+    module = sys.modules.get("torch.distributed.tensor")  # slow to import, and not there before it is used
+    if module is not None and isinstance(p, module.DTensor):
+        return f"it cannot step sharded weights yet (DTensor: FSDP2's fully_shard, tensor parallelism); {INSTEAD}"
+    return None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .quant import GROUP, Key, decode, encode, round_stochastic
 from .rules import MOMENTS, moment_width
+from .shard import sharded
 
 STATES = ("float32", "bfloat16", "int8", "param")
 
@@ -54,6 +55,10 @@ def check_kept(
     )
     if fits and all(kept[name].shape == ((*p.shape[:-1], W) if p.ndim else ()) for name, W in want.items()):
         return
+    if reason := sharded(p):
+        raise ValueError(
+            f"the parameter, now of shape {tuple(p.shape)}, was sharded after the optimizer was made: {reason}"
+        )
     have = {name: tuple(x.shape) for name, x in kept.items() if name != "step"}
     raise ValueError(
         f"the state kept for a parameter of shape {tuple(p.shape)} ({have}) is not that of rule={group['rule']!r}, "

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from ..options import known_value
 from ..rules import Hyper
+from ..shard import sharded
 
 
 class Slot(NamedTuple):
@@ -27,6 +29,10 @@ class Slot(NamedTuple):
     number: int  # the parameter's place among all of the optimizer's: seeds its rounding noise
 
 
+def no_memory(p: Tensor, group: dict[str, object]) -> str | None:
+    return f"it reads memory, of which a {type(p).__name__} has none of its own"
+
+
 @dataclass(frozen=True)
 class Backend:
     """One way to perform a step."""
@@ -36,12 +42,14 @@ class Backend:
     # why it cannot take (parameter, group), or None; of p only type, device, dtype, ndim and contiguity matter
     refuses: Callable[[Tensor, dict[str, object]], str | None]
     update: Callable[[Sequence[Slot], Hyper, str], None]
+    # why it cannot step a wrapper of other tensors, which has no memory to point to, or None
+    wrapper: Callable[[Tensor, dict[str, object]], str | None] = no_memory
 
 
 from . import cpu, eager, triton  # noqa: E402  (the entries need the types above)
 
 BACKENDS: dict[str, Backend] = {
-    "eager": Backend("eager", eager.unavailable, eager.refuses, eager.update),
+    "eager": Backend("eager", eager.unavailable, eager.refuses, eager.update, wrapper=eager.wrapper),
     "cpu": Backend("cpu", cpu.unavailable, cpu.refuses, cpu.update),
     "triton": Backend("triton", triton.unavailable, triton.refuses, triton.update),
 }
@@ -56,22 +64,46 @@ def backends() -> dict[str, str]:
     return {name: b.unavailable() or "ok" for name, b in BACKENDS.items()}
 
 
-def choose(name: str | None, p: Tensor, group: dict[str, object]) -> Backend:
+def whole(x: Tensor) -> bool:
+    """Whether x has memory of its own. A wrapper of other tensors (DTensor, quantised weights, FakeTensor) has none:
+    its data pointer is null. All of them, and no others, dispatch for themselves."""
+    return type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def imagined(x: Tensor) -> bool:
+    """Whether x has a shape and no values, as planning needs: on the meta device, or a FakeTensor."""
+    return x.is_meta or isinstance(x, FakeTensor)
+
+
+def choose(name: str | None, p: Tensor, group: dict[str, object], others: Iterable[Tensor] = ()) -> Backend:
     """The backend for one parameter: the named one, or a ValueError with the reason; None takes the fastest.
 
-    A warning, once a process, says what a faster one that would take the parameter lacks.
+    `others` are its gradient and state. A warning, once a process, says what a faster one that would take the parameter
+    lacks.
     """
+    if not whole(p) and (reason := sharded(p)):
+        raise ValueError(f"FOAM cannot be used on a parameter of shape {tuple(p.shape)}: {reason}")
+    for x in others:
+        if not whole(x) and not (imagined(x) and imagined(p)):
+            raise ValueError(
+                f"FOAM cannot step a {type(p).__name__} of shape {tuple(p.shape)} whose gradient or state is a "
+                f"{type(x).__name__}: gradients must be plain, and an optimizer made anew when weights change"
+            )
     if name is not None:
         backend = BACKENDS[known_value("backend", name, BACKENDS)]
-        if reason := backend.unavailable() or backend.refuses(p, group):
+        if reason := backend.unavailable() or _objection(backend, p, group):
             raise ValueError(f"backend {name!r} cannot be used: {reason}")
         return backend
     for backend in reversed(BACKENDS.values()):
-        if backend.refuses(p, group) is None:
+        if (objection := _objection(backend, p, group)) is None:
             if (reason := backend.unavailable()) is None:
                 return backend
             _warn_once(backend.name, reason)
-    raise AssertionError("the eager backend takes everything")
+    raise ValueError(f"FOAM cannot be used on a {type(p).__name__} of shape {tuple(p.shape)}: {objection}")
+
+
+def _objection(backend: Backend, p: Tensor, group: dict[str, object]) -> str | None:
+    return (backend.refuses if whole(p) else backend.wrapper)(p, group)
 
 
 @functools.cache

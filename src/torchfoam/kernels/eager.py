@@ -6,14 +6,16 @@ Runs wherever torch runs. Arithmetic is float32, or float64 for float64 paramete
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..options import hyper
 from ..quant import noise_key
 from ..rules import MOMENTS, RULES, Hyper
-from ..state import close, open_moment
+from ..state import close, new_state, open_moment
 
 if TYPE_CHECKING:
     from . import Slot
@@ -29,6 +31,38 @@ def unavailable() -> str | None:
 
 def refuses(p: Tensor, group: dict[str, object]) -> str | None:
     return None
+
+
+def wrapper(p: Tensor, group: dict[str, Any]) -> str | None:
+    from . import imagined
+
+    if imagined(p):
+        return None
+    kind = (type(p), p.dtype, p.ndim, group["rule"], group["level"], group["state"])
+    if kind not in _tried:
+        _tried[kind] = _trial(p, group)
+    return _tried[kind]
+
+
+# kind of wrapper and group -> why it cannot be stepped, or None
+_tried: dict[tuple[Any, ...], str | None] = {}
+
+
+def _trial(p: Tensor, group: dict[str, Any]) -> str | None:
+    """What goes wrong when a copy of p, a wrapper with arithmetic of its own, takes a step; None if it moves."""
+    from . import Slot
+
+    with torch.no_grad():
+        try:
+            q = p.detach().clone()
+            state = new_state(p, group)
+            state["step"] += 1
+            h = replace(hyper(group), lr=1.0, scale=1.0)
+            _step(Slot(q, torch.ones(q.shape, dtype=q.dtype, device=q.device), state, 0), 0, h, group["rule"])
+            return None if bool((q.to(torch.float32) != p.to(torch.float32)).any()) else "its weights do not move"
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            return f"torch does not know the arithmetic ({lines[0]:.200})"
 
 
 def update(slots: Sequence[Slot], h: Hyper, rule: str) -> None:

@@ -1,0 +1,205 @@
+"""Parameters that are no plain tensors: DTensors, quantised and fake ones, FSDP1's flat ones, subclasses of users."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore  # collectives that return at once
+from torch.testing._internal.two_tensor import TwoTensor
+
+from problems import numbers
+from tolerances import exact
+from torchfoam import FOAM, GradientRelease, param_groups
+from torchfoam.kernels import BACKENDS, whole
+
+
+class Quantised(Tensor):
+    """As torchao's quantised training weights: a wrapper of codes that knows few operations."""
+
+    codes: Tensor
+
+    @staticmethod
+    def __new__(cls, codes: Tensor) -> Quantised:
+        made = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        made.codes = codes
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return cls(args[0].codes)
+        raise NotImplementedError(f"{func} is not known to Quantised")
+
+
+class Kept(TwoTensor):
+    """Arithmetic that is thrown away: a step leaves it as it was."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            return args[0]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Mine(nn.Parameter):
+    """A user's own parameter: memory like any other."""
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[Any]:
+    """This process as rank 0 of two."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def two(*shape: int, kind: Any = TwoTensor) -> nn.Parameter:
+    return nn.Parameter(kind(numbers(*shape, dtype=torch.float32), numbers(*shape, dtype=torch.float32)))
+
+
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+def test_sharded_weights_are_refused_before_anything_is_read(two_ranks: Any, backend: str | None) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    if backend and BACKENDS[backend].unavailable():
+        pytest.skip("not on this machine")
+    late, model = layers(), layers()
+    opt = FOAM(late, backend=backend)
+    fully_shard(model, mesh=two_ranks)
+    for make in (
+        lambda: FOAM(model),
+        lambda: FOAM(model.parameters()),
+        lambda: opt.add_param_group({"params": [model[0].weight]}),
+    ):
+        with pytest.raises(ValueError, match=r"sharded weights yet .*fully_shard.*use DistributedDataParallel"):
+            make()
+    # swapped in afterwards, as Accelerate does
+    pairs = dict(zip(late.parameters(), model.parameters()))
+    for group in opt.param_groups:
+        group["params"] = [pairs[p] for p in group["params"]]
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    with pytest.raises(ValueError, match="sharded weights yet"):
+        opt.step()
+    with pytest.raises(ValueError, match="sharded weights yet"):
+        GradientRelease(FOAM(model))
+
+
+def test_a_model_sharded_on_the_meta_device_is_refused_too(two_ranks: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    with torch.device("meta"):
+        model = layers()
+    fully_shard(model, mesh=two_ranks)
+    with pytest.raises(ValueError, match="sharded weights yet"):
+        FOAM(model)
+
+
+@pytest.mark.parametrize("original", [True, False], ids=["original", "flat"])
+def test_fsdp1_is_refused_by_name(two_ranks: Any, original: bool) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = layers()
+    early = FOAM(model)
+    wrapped = FullyShardedDataParallel(model, use_orig_params=original, device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match="FSDP1 hands over flat pieces"):
+        FOAM(wrapped)
+    with pytest.raises(ValueError, match="FSDP1 hands over flat pieces"):
+        FOAM(wrapped.parameters())
+    if original:  # the parameters of before are pieces now
+        for p in wrapped.parameters():
+            p.grad = torch.zeros_like(p)
+        with pytest.raises(ValueError, match="was sharded after the optimizer was made: FSDP1"):
+            early.step()
+
+
+def test_a_wrapper_that_torch_can_compute_with_steps_as_a_plain_weight() -> None:
+    wrapper, plain = two(4, 8), nn.Parameter(numbers(4, 8, dtype=torch.float32))
+    assert not whole(wrapper) and whole(plain)
+    for p in (wrapper, plain):
+        opt = FOAM([("up.weight", p)], lr=0.1, backend="eager")
+        for k in range(3):
+            p.grad = numbers(4, 8, seed=k, dtype=torch.float32)
+            opt.step()
+    exact(wrapper.a, plain)
+    exact(wrapper.b, plain)
+
+
+@pytest.mark.parametrize("state", ["float32", "int8"])
+def test_a_wrapper_that_cannot_be_stepped_is_refused_before_a_weight_moves(state: str) -> None:
+    before = Quantised(torch.ones(4, 8, dtype=torch.int8))
+    for p, why in (
+        (
+            nn.Parameter(before),
+            r"cannot be used on a Quantised of shape \(4, 8\): torch does not know the arithmetic .*aten",
+        ),
+        (two(4, 8, kind=Kept), "cannot be used on a Kept .*: its weights do not move"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            FOAM([p], state=state)
+        w = nn.Parameter(torch.ones(4, 8))
+        opt = FOAM([w, nn.Parameter(torch.ones(4, 8))], state=state)
+        opt.param_groups[0]["params"][1] = p  # swapped in
+        w.grad = p.grad = torch.ones(4, 8)
+        with pytest.raises(ValueError, match=why):
+            opt.step()
+        exact(w, torch.ones(4, 8))
+        assert opt.state[w]["step"] == 0
+        with pytest.raises(ValueError, match="backend 'cpu' cannot be used: it reads memory, of which a"):
+            FOAM([p], backend="cpu")
+
+
+def test_a_gradient_or_state_of_another_kind_is_refused() -> None:
+    w, x = nn.Parameter(torch.ones(4, 8)), nn.Parameter(torch.ones(4, 8))
+    opt = FOAM([w, x])
+    w.grad, x.grad = torch.ones(4, 8), two(4, 8).detach()
+    with pytest.raises(ValueError, match=r"Parameter of shape \(4, 8\) whose gradient or state is a TwoTensor"):
+        opt.step()
+    x.grad = torch.ones(4, 8)
+    opt.state[x]["v"] = two(4, 2).detach()
+    with pytest.raises(ValueError, match="whose gradient or state is a TwoTensor"):
+        opt.step()
+    exact(w, torch.ones(4, 8))
+
+
+def test_fake_weights_can_be_planned_with() -> None:
+    with FakeTensorMode():
+        fake = layers()
+        for backend in (None, "cpu", "eager"):
+            if backend is None or not BACKENDS[backend].unavailable():
+                opt = FOAM(param_groups(fake, state="int8"), backend=backend)
+                assert opt.state_bytes() == FOAM(param_groups(layers(), state="int8")).state_bytes()
+    real = layers()
+    opt.param_groups[0]["params"][0] = real[0].weight  # values come later, and the state must be made again
+    opt.state[real[0].weight] = opt.state.pop(fake[0].weight)
+    real[0].weight.grad = torch.ones_like(real[0].weight)
+    with pytest.raises(ValueError, match="is a FakeTensor: gradients must be plain"):
+        opt.step()
+
+
+def test_a_parameter_class_of_ones_own_is_stepped_by_any_backend() -> None:
+    mine, plain = Mine(torch.ones(4, 8)), nn.Parameter(torch.ones(4, 8))
+    for name, backend in BACKENDS.items():
+        if name != "triton" and not backend.unavailable():
+            for p in (mine, plain):
+                p.grad = numbers(4, 8, dtype=torch.float32)
+                FOAM([p], backend=name).step()
+            exact(mine.detach(), plain.detach())
+
+
+def test_a_lazy_parameter_has_no_shape_yet() -> None:
+    with pytest.raises(ValueError, match="no shape yet: run the model once"):
+        FOAM(nn.Sequential(nn.LazyLinear(4)))
+    with pytest.raises(ValueError, match="no shape yet: run the model once"):
+        FOAM(nn.LazyLinear(4).parameters())
