@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 PRESETS = Path(__file__).parent / "presets"
 PARTS = ("model", "data", "optimizer", "train")
-Function = Callable[..., int | None]
+Function = Callable[..., int | str | None]
 
 
-def call(name: str, function: Function, examples: str, args: list[str]) -> int | None:
+def call(name: str, function: Function, examples: str, args: list[str]) -> int | str | None:
     """Parse the arguments of one command by its function's signature, and call it.
 
     Raises:

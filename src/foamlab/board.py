@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from .signals import steady
 from .standings import table
 
 Event = Mapping[str, Any]
@@ -22,7 +23,7 @@ Event = Mapping[str, Any]
 @contextmanager
 def board(stream: TextIO | None = None) -> Iterator[Callable[[Event], None]]:
     """The `on_event` of `sweep` that shows a contest on `stream` (stdout)."""
-    console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+    console = Console(file=steady(stream or sys.stdout), highlight=False, soft_wrap=True)
     if not console.is_terminal:
         yield Lines(console)
         return
@@ -32,7 +33,7 @@ def board(stream: TextIO | None = None) -> Iterator[Callable[[Event], None]]:
 
 def tell(contest: Mapping[str, Any], written: Sequence[Path], again: str = "", stream: TextIO | None = None) -> None:
     """The end of a contest, on `stream` (stdout): its table, verdicts and cautions, how to go on."""
-    console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+    console = Console(file=steady(stream or sys.stdout), highlight=False, soft_wrap=True)
     head, *rows = table(contest["results"])
     widths = [max(map(len, column)) for column in zip(head, *rows)]
     lines = ["  ".join(f"{x:<{w}}" for x, w in zip(row, widths)).rstrip() for row in (head, *rows)]

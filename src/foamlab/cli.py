@@ -8,26 +8,30 @@ Exit codes: 0 done; 1 a bug (with its traceback); 2 something the user can mend 
 
 from __future__ import annotations
 
-import inspect
+import errno
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
-from . import arena, arguments
+from . import arena, arguments, catalog
+from .catalog import table
 from .config import RunConfig, UserError, known_name
+from .signals import as_interrupts, silence
 
 INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: one line of help, examples, and the function that does it (returning an exit code or nothing)."""
+    """A subcommand: one line of help, examples, and its function, which gives an exit code, a text or nothing."""
 
     help: str
     examples: str
-    function: Callable[..., int | None]
+    function: Callable[..., int | str | None]
 
 
 # ---------------------------------------------------------------------------------------------- the subcommands
@@ -45,6 +49,8 @@ def train(config: RunConfig, resume: str = "", dry_run: bool = False) -> int:
 
         print(preview(config))
         return 0
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{config.model.name} with {config.optimizer.name}: loading torch", flush=True)  # which takes seconds
     from .display import display
     from .train import train as run
 
@@ -93,7 +99,7 @@ def plan(
     planner = Planner(config, device=device, gpus=gpus, card=gpu or fit.available(here), vocabulary=known)
     if chart:
         sizes = fit.chart(planner, config)
-        print(dumps(sizes) if json else _table(("", "GB"), [(k, f"{v / 1e9:.1f}") for k, v in sizes.items()]))
+        print(dumps(sizes) if json else table(("", "GB"), [(k, f"{v / 1e9:.1f}") for k, v in sizes.items()]))
         return 0
     answer = fit.fit(planner, config, rivals)
     settings = plain(answer.mildest.config) if answer.mildest else {}
@@ -104,73 +110,6 @@ def plan(
     if answer.why:
         raise UserError(answer.why)
     return 0
-
-
-def models(name: str = "", /) -> None:
-    """List the models that `--model.name` takes, or show one's configuration. A local Hugging Face folder works too.
-
-    Args:
-        name: show this one's transformers configuration.
-    """
-    from .models import MODELS
-
-    if name:
-        preset = MODELS[known_name(name, MODELS, "model")]
-        print(preset.config(preset.vocab, 1024).to_json_string(), end="")
-        return
-    rows = [(n, _count(p.parameters), f"{p.vocab:,}", p.help) for n, p in MODELS.items()]
-    print(_table(("model", "parameters", "vocabulary", ""), rows))
-
-
-def optimizers(name: str = "", /) -> None:
-    """List the optimizers that `--optimizer.name` takes with their default rates, or show one's options.
-
-    Args:
-        name: show this one's options and where its defaults come from.
-    """
-    from .optimizers import OPTIMIZERS, options
-
-    if not name:
-        rows = [
-            (n, f"{e.lr:g}", f"{e.scale:g}", f"{e.betas[0]:g} {e.betas[1]:g}", e.help) for n, e in OPTIMIZERS.items()
-        ]
-        print(_table(("optimizer", "lr", "scale", "betas", ""), rows))
-        return
-    entry = OPTIMIZERS[known_name(name, OPTIMIZERS, "optimizer")]
-    print(f"{name}: {entry.help}")
-    print(f"  lr {entry.lr:g}, scale {entry.scale:g}, betas {entry.betas}; source: {entry.source}")
-    tried = "; ".join(f"{key} {', '.join(f'{x:.4g}' for x in values)}" for key, values in entry.tune.items())
-    print(f"  `foamlab compare` tries {tried}")
-    print(f"  limits: {entry.limits}\n" if entry.limits else "")
-    settable = [
-        (f"--optimizer.options.{key}", "" if v is inspect.Parameter.empty else repr(v))
-        for key, v in options(name).items()
-    ]
-    print(_table(("option", "default"), settable))
-
-
-def datasets() -> None:
-    """List the data that `--data.name` takes."""
-    from .corpora import DATASETS
-
-    rows = [(f"{name}:{entry.argument}" if entry.argument else name, entry.help) for name, entry in DATASETS.items()]
-    print(_table(("data", ""), rows))
-
-
-def presets(name: str = "", /) -> None:
-    """List the recipes that `foamlab train` takes by name, or print one: a start for a YAML file of your own.
-
-    Args:
-        name: print this one.
-    """
-    if name:
-        print(arguments.recipe(name).read_text(encoding="utf-8"), end="")
-        return
-    heads = [
-        (path.stem, path.read_text(encoding="utf-8").splitlines()[0].lstrip("# "))
-        for path in arguments.presets().values()
-    ]
-    print(_table(("preset", ""), heads))
 
 
 def report(
@@ -190,7 +129,7 @@ def report(
 
     page = contestpage if contestpage.given(runs) else runspage
     rows = page.compare_table(runs)
-    print(_table(*_turned(rows)) if len(rows) <= 5 else _table(rows[0], rows[1:]))
+    print(table(*_turned(rows)) if len(rows) <= 5 else table(rows[0], rows[1:]))
     kinds = [kind for kind in static.split(",") if kind]
     for path in page.report(runs, out, static=kinds, tables=tables, target=target or None):
         print(f"wrote {path}")
@@ -230,11 +169,11 @@ def bench(
         if what == "train":
             config = RunConfig(model=ModelConfig(model or "llama-1m"))
             rows = [r.cells() for r in lab.bench_train(config, names or lab.LOOPS, pairs)]
-            print(_table(lab.TrainRow.HEADER, rows))
+            print(table(lab.TrainRow.HEADER, rows))
         else:
             chosen = names or lab.STEPS
             steps = lab.bench_step(model or "llama-60m", chosen, dtypes.split(","), pairs, device, everything)
-            print(_table(lab.StepRow.HEADER, [r.cells() for r in steps]))
+            print(table(lab.StepRow.HEADER, [r.cells() for r in steps]))
 
 
 def study(
@@ -276,7 +215,7 @@ def study(
         lengths = [2**k for k in range(6, longest + 1)]
         found = lab.convergence(lab.levels_of(levels), lengths, seeds, rate, seed, progress)
     head, *rows = lab.table(found)
-    print(_table(head, rows))
+    print(table(head, rows))
     for path in lab.write(found, out):
         print(f"wrote {path}", file=sys.stderr)
 
@@ -300,12 +239,14 @@ COMMANDS: dict[str, Command] = {
         "foamlab plan demo --check",
         plan,
     ),
-    "models": Command("list the models", "foamlab models\nfoamlab models llama-60m", models),
+    "models": Command("list the models", "foamlab models\nfoamlab models llama-60m", catalog.models),
     "optimizers": Command(
-        "list the optimizers and their options", "foamlab optimizers\nfoamlab optimizers foam", optimizers
+        "list the optimizers and their options", "foamlab optimizers\nfoamlab optimizers foam", catalog.optimizers
     ),
-    "datasets": Command("list the data sets", "foamlab datasets", datasets),
-    "presets": Command("list the recipes, or print one", "foamlab presets\nfoamlab presets demo > my.yaml", presets),
+    "datasets": Command("list the data sets", "foamlab datasets", catalog.datasets),
+    "presets": Command(
+        "list the recipes, or print one", "foamlab presets\nfoamlab presets demo > my.yaml", catalog.presets
+    ),
     "bench": Command(
         "time optimizer steps, or the whole loop",
         "foamlab bench step\n"
@@ -345,32 +286,61 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     try:
-        if not args or args[0] in ("-h", "--help", "help"):
-            print(_help())
-            return 0 if args else 2
-        if args[0] == "--version":
-            from importlib.metadata import version
-
-            print(version("torchfoam"))
-            return 0
-        command = COMMANDS[known_name(args[0], COMMANDS, "command")]
-        return arguments.call(args[0], command.function, command.examples, args[1:]) or 0
-    except SystemExit as e:  # --help and --print_config
-        return int(e.code or 0)
+        with as_interrupts():
+            try:
+                code = _answer(args)
+            except SystemExit as e:  # --help and --print_config
+                code = int(e.code or 0)
+            sys.stdout.flush()  # here a full disk is still an error that can be told
+            return code
     except UserError as e:
-        print(f"foamlab: error: {' '.join(str(e).split())}", file=sys.stderr)
-        return 2
+        return _fail(" ".join(str(e).split()))
     except ModuleNotFoundError as e:
         if (e.name or "foamlab").startswith(("foamlab", "torchfoam")):
             raise
-        print(f"foamlab: error: {e.name} is not installed: pip install 'torchfoam[lab]'", file=sys.stderr)
-        return 2
+        return _fail(f"{e.name} is not installed: pip install 'torchfoam[lab]'")
     except KeyboardInterrupt:
-        print("foamlab: interrupted", file=sys.stderr)
+        with suppress(OSError):  # the terminal may be gone
+            print("foamlab: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # `foamlab models | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError:
+        if (why := _unwritable(sys.stdout)) is None:
+            raise
+        return _fail(f"cannot write the output: {why}") if why else 0
+
+
+def _answer(args: list[str]) -> int:
+    """What a command line asks for; the exit code."""
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0 if args else 2
+    if args[0] == "--version":
+        from importlib.metadata import version
+
+        print(version("torchfoam"))
         return 0
+    command = COMMANDS[known_name(args[0], COMMANDS, "command")]
+    told = arguments.call(args[0], command.function, command.examples, args[1:])
+    if isinstance(told, str):
+        print(told.removesuffix("\n"))
+        return 0
+    return told or 0
+
+
+def _fail(message: str) -> int:
+    with suppress(OSError):
+        print(f"foamlab: error: {message}", file=sys.stderr)
+    return 2
+
+
+def _unwritable(stream: TextIO) -> str | None:
+    """Why a stream takes no more, "" if nobody is there to read it; None if it is in order. What is lost is dropped."""
+    try:
+        stream.flush()
+        return None
+    except OSError as e:
+        silence(stream)
+        return "" if e.errno in (errno.EPIPE, errno.EIO) else e.strerror  # `| head`, a terminal that was closed
 
 
 def _help() -> str:
@@ -383,17 +353,7 @@ def _help() -> str:
     )
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, *rows]
-    widths = [max(len(line[c]) for line in lines) for c in range(len(header))]
-    return "\n".join("  ".join(f"{x:<{w}}" for x, w in zip(line, widths)).rstrip() for line in lines)
-
-
 def _turned(rows: list[list[str]]) -> tuple[Sequence[str], list[Sequence[str]]]:
     """A table with a column for each run."""
     columns: list[Sequence[str]] = list(zip(*rows))
     return columns[0], columns[1:]
-
-
-def _count(n: int) -> str:
-    return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.1f} M"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +17,8 @@ from typing import Any, TextIO
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
+
+from .signals import steady
 
 Event = Mapping[str, Any]
 INTERVAL = 10.0  # seconds between plain lines
@@ -35,7 +36,7 @@ def display(stream: TextIO | None = None, interval: float = INTERVAL) -> Iterato
     if os.environ.get("RANK", "0") != "0":  # torchrun: `train` tells rank 0 alone, and one bar is enough
         yield lambda event: None
         return
-    stream = stream or sys.stdout
+    stream = steady(stream or sys.stdout)
     console = Console(file=stream, highlight=False, soft_wrap=True)
     if not console.is_terminal:
         yield Plain(stream, interval)
@@ -151,14 +152,7 @@ class Plain(Watch):
         self.stream, self.interval, self.spoke = stream, interval, -math.inf
 
     def say(self, text: str, style: str = "") -> None:
-        try:
-            print(text, file=self.stream, flush=True)
-        except OSError as e:  # the reader is gone (`| head`), or the log's disk is full
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-            if self.stream is not sys.stderr:
-                self.stream = sys.stderr
-                self.say(f"cannot write the output ({e.strerror}): stopping\n{text}")
-                signal.raise_signal(signal.SIGINT)  # the run ends as on Ctrl-C: saved
+        print(text, file=self.stream, flush=True)
 
     def progress(self, what: str, share: float | None) -> None:
         if self._due():

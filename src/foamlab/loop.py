@@ -7,6 +7,7 @@ was never stopped (on CPUs; some of torch's CUDA kernels are not repeatable). No
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import shlex
@@ -35,6 +36,10 @@ PLACE = ("step", "tokens", "seconds", "skipped", "in_row", "loss")
 # what of an optimizer's groups follows the settings on resume, not the saved state
 TUNABLE = ("lr", "betas", "momentum", "eps", "weight_decay", "scale")
 
+# no exchange of buffers in every forward pass: newer torch warns of the old name
+_names = inspect.signature(DistributedDataParallel).parameters
+UNSYNCED = {"forward_sync_buffers" if "forward_sync_buffers" in _names else "broadcast_buffers": False}
+
 
 class Batch(NamedTuple):
     """This process' share of a batch: (input ids, labels) of each micro-batch, and the tokens of all shares."""
@@ -58,7 +63,7 @@ class Training:
         self.config, self.world, self.corpus, self.emit = config, world, corpus, emit
         self.model, self.optimizer = model, optimizer
         self.release = thrift.release(config.train, optimizer, world.size)
-        self.parallel = DistributedDataParallel(model, broadcast_buffers=False) if world.size > 1 else model
+        self.parallel = DistributedDataParallel(model, **UNSYNCED) if world.size > 1 else model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.base = [float(group["lr"]) for group in optimizer.param_groups]
         self.step = self.tokens = self.skipped = self.in_row = 0
@@ -132,14 +137,16 @@ class Training:
     def go(self, asked: Callable[[], bool]) -> Result:
         """Take the remaining steps, until `asked` to stop, and close the record however that ends."""
         status = "failed"
+        again = shlex.join(["foamlab", "train", "--resume", str(self.folder)])
         fields: dict[str, Any] = {}
         try:
             machine.reset_peak(self.world.device)
             finished = self.loop(asked)
             result = self.result(finished)
             status, fields = result.status, {"result": result.summary(), "bytes": result.bytes}
+            fields["resume"] = "" if finished else again
         except KeyboardInterrupt:
-            status = "interrupted"
+            status, fields = "interrupted", {"resume": again if self.kept else ""}
             raise
         except Exception as e:
             fields = {"error": str(e)}
@@ -147,8 +154,7 @@ class Training:
         finally:
             if self.recorder:
                 self.recorder.close(status, **fields)
-        resume = "" if finished else shlex.join(["foamlab", "train", "--resume", str(self.folder)])
-        place = {"folder": str(self.folder), "resume": resume, "sample": result.sample}
+        place = {"folder": str(self.folder), "sample": result.sample}
         self.emit({"kind": "end", "status": status, **place, **fields})
         return result
 

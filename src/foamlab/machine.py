@@ -1,12 +1,10 @@
-"""What a run stands on: processes under torchrun, devices, precision, memory, signals. Nothing of models or data."""
+"""What a run stands on: processes under torchrun, devices, precision, memory. Nothing of models or data."""
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -157,25 +155,3 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def stop_requests() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C or SIGTERM has come during the block, as a function; a second Ctrl-C is a KeyboardInterrupt.
-
-    SIGTERM after Ctrl-C does not abort: torchrun sends both for one Ctrl-C. Outside the main thread nothing is caught.
-    """
-    asked: list[int] = []
-
-    def ask(number: int, frame: object) -> None:
-        if number == signal.SIGINT and signal.SIGINT in asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    caught = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    before = {s: signal.signal(s, ask) for s in caught}
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for s, handler in before.items():
-            signal.signal(s, handler)

@@ -9,7 +9,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from .config import OptimizerConfig, RunConfig, UserError, known_name
 from .contest import FORMAT, Arm, Outcomes, Rule, Trial, newest, outcome, read, wanted, write
 from .loop import plain
 from .record import await_release, cores, lock, now
+from .signals import STOPS, stop_requests
 from .standings import standings
 from .trial import settings
 
@@ -264,7 +264,7 @@ class Hall:
 
     def run(self) -> bool:
         """Run all that is wanted (True), or until asked to stop (False)."""
-        with machine.stop_requests() as asked:
+        with stop_requests() as asked:
             try:
                 while True:
                     if asked():
@@ -335,7 +335,7 @@ class Hall:
         fate = self.outcomes[name]
         log = self.folder / f"{name}.err"
         said = log.read_text(encoding="utf-8", errors="replace").strip()
-        if not fate.over and process.returncode not in (0, 130, -signal.SIGTERM):
+        if not fate.over and process.returncode not in (0, 130, *(-number for number in STOPS)):
             raise UserError(
                 f"{name} failed: {said.splitlines()[-1] if said else f'exit code {process.returncode}'}; "
                 f"all it said is in {log}; mend it and go on with --resume {self.folder}"

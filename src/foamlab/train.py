@@ -19,6 +19,7 @@ import torch
 from . import checkpoint, data, fit, machine, models, optimizers, record, thrift
 from .config import RunConfig, TrainConfig, UserError
 from .loop import PLACE, OnEvent, Result, Training, plain
+from .signals import stop_requests
 
 __all__ = ["Result", "train"]
 
@@ -94,7 +95,7 @@ def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = 
             run = Training(config, world, corpus, model, optimizers.build(config.optimizer, model), emit)
             if resume is not None:
                 run.restore(source, saved)
-            with machine.stop_requests() as asked:
+            with stop_requests() as asked:
                 run.open(folder, (lambda: folder) if resume is not None else (lambda: new_folder(config)))
                 return run.go(asked)
         except (MemoryError, RuntimeError) as e:
