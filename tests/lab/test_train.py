@@ -189,7 +189,8 @@ def child(home: Path, out: Path, body: str, *before: str, **environment: str) ->
     )
     file = out.with_suffix(".py")
     file.write_text(script)
-    environ = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", **environment}
+    paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    environ = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.Popen([sys.executable, *before, str(file)], env=environ, stderr=subprocess.PIPE, text=True)
 
 
