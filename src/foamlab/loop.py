@@ -38,7 +38,7 @@ TUNABLE = ("lr", "betas", "momentum", "eps", "weight_decay", "scale")
 
 # no exchange of buffers in every forward pass: newer torch warns of the old name
 _names = inspect.signature(DistributedDataParallel).parameters
-UNSYNCED = {"forward_sync_buffers" if "forward_sync_buffers" in _names else "broadcast_buffers": False}
+UNSYNCED: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in _names else "broadcast_buffers": False}
 
 
 class Batch(NamedTuple):
