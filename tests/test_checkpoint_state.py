@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,9 @@ from torch.distributed.checkpoint import state_dict as dcp
 
 from problems import Toy, everything, numbers, same, toy, train
 from torchfoam import FOAM
+from torchfoam.saved import FORMAT
 
-STORED = Path(__file__).parent / "data" / "checkpoint_v1.pt"
+STORED = Path(__file__).parent / "data"
 OPTIONS: dict[str, dict[str, Any]] = {
     "level 2": {"level": 2},
     "row, int8": {"level": "row", "state": "int8"},
@@ -216,7 +218,7 @@ def test_materialising_missing_state_changes_nothing() -> None:
     assert len(opt.state) == 9 and not any(s["m"].any() or s["v"].any() for s in opt.state.values())
 
 
-# ---------------------------------------------------------------------- a checkpoint of the first version
+# ---------------------------------------------------------------------- stored checkpoints of each format
 
 
 def problem(name: str) -> tuple[list[nn.Parameter], FOAM]:
@@ -240,12 +242,13 @@ def write() -> None:
         params, opt = problem(name)
         weights, state = steps(params, opt, 0, 3), copy.deepcopy(opt.state_dict())
         stored[name] = {"weights": weights, "optimizer": state, "after": steps(params, opt, 3, 5)}
-    torch.save(stored, STORED)
+    torch.save(stored, STORED / f"checkpoint_v{FORMAT}.pt")
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_checkpoints_of_version_1_load_and_go_on(name: str) -> None:
-    stored = torch.load(STORED, weights_only=True)[name]
+@pytest.mark.parametrize("version", range(1, FORMAT + 1))
+def test_stored_checkpoints_load_and_go_on(version: int, name: str) -> None:
+    stored = torch.load(STORED / f"checkpoint_v{version}.pt", weights_only=True)[name]
     params, opt = problem(name)
     with torch.no_grad():
         for p, w in zip(params, stored["weights"]):
@@ -255,12 +258,29 @@ def test_checkpoints_of_version_1_load_and_go_on(name: str) -> None:
     for kept in old.values():
         kept["step"] = kept["step"].to(torch.int32)  # a float32 count in format 1
     assert same(opt.state_dict()["state"], old)
-    # the rule it was trained with, which was the paper's
-    assert all((g["bias_correction"], g["residual_in_v"]) == ("whole", 1.0) for g in opt.param_groups)
+    # the rule it was trained with: in format 1 there was the paper's alone
+    rule = {1: ("whole", 1.0), 2: ("moments", 0.1)}[version]
+    assert all((g["bias_correction"], g["residual_in_v"], g["format"]) == (*rule, FORMAT) for g in opt.param_groups)
     for p, w, a in zip(steps(params, opt, 3, 5), stored["weights"], stored["after"]):
         # another machine or kernel may round otherwise; Newton-Schulz runs in bfloat16, codes have four bits
         apart = {"muon": 2e-2, "row, int8": 2e-2, "bfloat16": 1e-2}.get(name, 1e-4)
         assert (p - a).norm() <= apart * (a - w).norm()
+
+
+def test_an_optimizer_pickled_by_the_first_version_goes_on_with_its_rule() -> None:
+    params, opt = problem("level 2")
+    older, new = {"bias_correction", "residual_in_v"}, pickle.loads(pickle.dumps(opt))
+    old = opt.__getstate__()
+    for group in (old["defaults"], *old["param_groups"]):
+        group["format"] = 1
+        for key in older:
+            del group[key]
+    for kept in old["state"].values():
+        kept["step"] = torch.tensor(3.0)
+    new.__setstate__(old)
+    assert all((g["bias_correction"], g["residual_in_v"]) == ("whole", 1.0) for g in (new.defaults, *new.param_groups))
+    steps(params, new, 3, 4)
+    assert all(kept["step"].item() == 4 and kept["step"].dtype == torch.int32 for kept in new.state.values())
 
 
 if __name__ == "__main__" and "write" in sys.argv:

@@ -19,6 +19,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "adamw": {"level": 0},
     "level 2": {"level": 2},
     "row": {"level": "row", "scale": 0.25},
+    "the paper's rule": {"bias_correction": "whole", "residual_in_v": 1.0, "scale": 0.25},
     "square_mean": {"second_moment": "square_mean"},
     "bfloat16 state": {"state": "bfloat16"},
     "int8 state": {"state": "int8"},
@@ -537,3 +538,18 @@ def test_a_group_of_another_rate_and_a_scalar_schedule() -> None:
         return matrix[0, 0].item(), vector[0].item()
 
     assert step(1.0) == pytest.approx((-0.1, -0.1)) and step(0.25) == pytest.approx((-0.025, -0.1))
+
+
+def test_counting_goes_on_past_what_float32_can_count() -> None:
+    # at 2^24 a float32 count stands still, and with it the noise: a bfloat16 weight would round the same way for ever
+    w = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    opt = FOAM([w], lr=1e-3, weight_decay=0.0)
+    for name, x in {"step": 2**24, "m": 1.0, "v": 1.0}.items():  # the averages have settled long ago
+        opt.state[w][name].fill_(x)
+    for _ in range(16):
+        w.grad = torch.ones_like(w)
+        opt.step()
+    assert opt.state[w]["step"].item() == 2**24 + 16
+    # 16 steps of 0.001 from 1.0, where bfloat16 numbers lie 0.0039 apart; the mean of 4,096 is good to 0.0001
+    assert (1 - w.double().mean()).item() == pytest.approx(0.016, abs=1e-3)
+    assert (w != 1).double().mean() > 0.9

@@ -40,6 +40,8 @@ OPTIONS: list[dict[str, Any]] = [
     {}, {"second_moment": "square_mean"}, {"residual": 0.0}, {"residual": 0.5}, {"maximize": True},
     {"weight_decay": 0.0}, {"beta1": 0.3, "beta2": 0.5}, {"beta1": 0.0, "beta2": 0.0}, {"eps": 1e-3}, {"scale": 0.25},
     {"lr": torch.tensor(0.02)}, {"eps": 1e16},
+    {"residual_in_v": 0.0}, {"residual_in_v": 0.7, "beta2": 0.9}, {"bias_correction": "whole", "residual_in_v": 1.0},
+    {"bias_correction": "whole", "residual_in_v": 0.3},
 ]  # fmt: skip
 
 

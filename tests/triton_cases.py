@@ -31,6 +31,8 @@ DTYPES = [(F32, F32, F32), (BF16, BF16, F32), (BF16, BF16, BF16), (F32, BF16, BF
 OPTIONS: list[dict[str, Any]] = [
     {"second_moment": "square_mean"}, {"residual": 0.0}, {"residual": 0.5}, {"maximize": True},
     {"weight_decay": 0.0}, {"stochastic": False}, {"beta1": 0.0, "beta2": 0.0}, {"eps": 1e-3}, {"seed": -7},
+    {"residual_in_v": 0.0}, {"residual_in_v": 0.7, "beta2": 0.9}, {"bias_correction": "whole", "residual_in_v": 1.0},
+    {"bias_correction": "whole", "residual_in_v": 0.3},
 ]  # fmt: skip
 
 
