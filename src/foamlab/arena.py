@@ -23,6 +23,7 @@ def compare(
     finalists: int = 0,
     hopeless: float = 1.2,
     hopeless_at: float = 0.3,
+    margin: float = 0.01,
     jobs: int = 0,
     resume: str = "",
 ) -> int:
@@ -40,6 +41,8 @@ def compare(
         finalists: repeat only so many of the best over the seeds; 0 means all.
         hopeless: stop a run whose validation loss is above this times its optimizer's lowest; 0 means never.
         hopeless_at: share of the steps after which that is looked at, once.
+        margin: say that two are level only where it is shown that their losses differ by less than this (nat), by two
+            one-sided tests; 0 means never. Choose it before you see the losses.
         jobs: runs at a time; 0 means one a GPU, or cores / threads. Not kept: give it again with --resume.
         resume: folder of a contest to go on with.
     """
@@ -50,7 +53,7 @@ def compare(
 
         tries, lr_grid, scale_grid = _integers(numbers(seeds, "seeds")), grids(lr, "lr"), grids(scale, "scale")
         names = [name for name in optimizers.replace(" ", "").split(",") if name]
-        return comparison(config, names, tries, lr_grid, scale_grid, hopeless, hopeless_at, finalists)
+        return comparison(config, names, tries, lr_grid, scale_grid, hopeless, hopeless_at, finalists, margin)
 
     return _run("compare", config, begin, jobs, resume)
 
@@ -60,6 +63,7 @@ def ablate(
     studies: str = "residual,second-moment,level,alpha,rho,bias-correction,direction,residual-in-v",
     lr: str = "",
     seeds: str = "0,1,2",
+    margin: float = 0.01,
     jobs: int = 0,
     resume: str = "",
 ) -> int:
@@ -71,6 +75,8 @@ def ablate(
         studies: which, separated by commas.
         lr: rates to try for every setting, separated by commas; empty means one rate for all, as in the paper.
         seeds: the first tunes, all count.
+        margin: say that a setting is level with the paper's only where it is shown that their losses differ by less
+            than this (nat), by two one-sided tests; 0 means never. Choose it before you see the losses.
         jobs: runs at a time; 0 means one a GPU, or cores / threads.
         resume: folder of an ablation to go on with.
     """
@@ -80,7 +86,7 @@ def ablate(
         from .sweep import ablation
 
         names = [name for name in studies.replace(" ", "").split(",") if name]
-        return ablation(config, names, _integers(numbers(seeds, "seeds")), numbers(lr, "lr"))
+        return ablation(config, names, _integers(numbers(seeds, "seeds")), numbers(lr, "lr"), margin=margin)
 
     return _run("ablate", config, begin, jobs, resume)
 

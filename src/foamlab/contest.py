@@ -21,6 +21,7 @@ from .record import read_metrics, read_run, write_atomically, writing
 
 FILE, STOPPED = "contest.json", "stopped.json"
 FORMAT = 1
+MARGIN = 0.01  # nat: what is asked of "level with" unless a contest says otherwise
 NEEDED = (
     "kind", "status", "command", "started", "settings", "contestants", "seeds", "finalists", "rule", "rule_in_words",
     "studies",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from .contest import Arm, Found, Outcome, Outcomes, Rule, Trial, wanted
-from .stats import mean, paired, verdict
+from .contest import MARGIN, Arm, Found, Outcome, Outcomes, Rule, Trial, wanted
+from .stats import mean, paired, percent, verdict
 from .summary import Summary, cautions, perplexity, summarize
 
 
@@ -31,13 +31,14 @@ def standings(folder: Path, contest: Mapping[str, Any]) -> dict[str, Any]:
         rows.append(_row(arm, f, final[arm.label], outcomes[trials[0].name]))
     runs = [{"folder": n, **asdict(o)} for n, o in outcomes.items() if o.status != "none"]
     rows.sort(key=lambda row: (row["loss"] is None, row["loss"] or 0.0))
-    said, k = verdicts(contest["kind"], rows, final, contest.get("studies", {}), lost)
+    margin = contest.get("margin", MARGIN)  # contests of old have none
+    said, k = verdicts(contest["kind"], rows, final, contest.get("studies", {}), lost, margin)
     return {
         "search": told,
         "runs": sorted(runs, key=lambda run: str(run["folder"])),
         "results": rows,
         "verdicts": said,
-        "cautions": _cautions(contest, rows, final, lost, k),
+        "cautions": _cautions(contest, rows, final, lost, k, margin),
     }
 
 
@@ -66,9 +67,11 @@ def verdicts(
     runs: Mapping[str, list[Summary]],
     studies: Mapping[str, Any],
     lost: Mapping[str, list[int]] | None = None,
+    margin: float = 0.0,
 ) -> tuple[list[str], int]:
     """(sentences, how many comparisons the level is divided by, so that the chance of one false claim is 0.05).
 
+    A claim is that one beats another, or is level with it within `margin`: `stats.verdict`, where the level is proved.
     In a contest: the best against all others, and the best form of FOAM against all that is not FOAM. Which these are
     only the losses tell, so that every pair of arms could have been compared: all count. In an ablation: within each
     study, the paper's setting against the others; these alone count. Pairs with fewer than two common seeds do not.
@@ -86,7 +89,8 @@ def verdicts(
         told = [pair for k, pair in enumerate(told) if set(pair) not in map(set, told[:k])]
         possible = list(combinations(ranked, 2))
     count = sum(len(_common(a, b, runs)) > 1 for a, b in possible)
-    return [f"{_verdict(a, b, runs, 0.05 / max(count, 1), lost or {})}." for a, b in told], count
+    alpha = 0.05 / max(count, 1)
+    return [f"{_verdict(a, b, _common(a, b, runs), alpha, margin, lost or {})}." for a, b in told], count
 
 
 def _common(a: str, b: str, runs: Mapping[str, list[Summary]]) -> list[tuple[float, float]]:
@@ -95,15 +99,12 @@ def _common(a: str, b: str, runs: Mapping[str, list[Summary]]) -> list[tuple[flo
     return [(run.loss, other[run.seed]) for run in runs[a] if run.seed in other]
 
 
-def _verdict(a: str, b: str, runs: Mapping[str, list[Summary]], level: float, lost: Mapping[str, list[int]]) -> str:
-    pairs = _common(a, b, runs)
+def _verdict(
+    a: str, b: str, pairs: Sequence[tuple[float, float]], alpha: float, margin: float, lost: Collection[str]
+) -> str:
     if not pairs:
         return f"{a} and {b} share no seed (n = 0): nothing can be said"
-    result = paired([x for x, _ in pairs], [y for _, y in pairs])
-    lower = a if result.difference.mean < 0 else b
-    if lower in lost:
-        level = 0.0  # the seeds that went well are no sample
-    return verdict(a, b, result, level)
+    return verdict(a, b, paired([x for x, _ in pairs], [y for _, y in pairs]), alpha, margin, lost)
 
 
 def _cautions(
@@ -112,14 +113,13 @@ def _cautions(
     final: Mapping[str, list[Summary]],
     lost: Mapping[str, list[int]],
     comparisons: int,
+    margin: float,
 ) -> list[str]:
     runs = [run for arm in final.values() for run in arm]
     said = [str(Rule(**contest["rule"]))]
-    if comparisons > 1:
-        what = "planned" if contest["kind"] == "ablate" else "pairs, any of which could have been told"
+    if comparisons:
         said.append(
-            f'{comparisons} comparisons ({what}): "beats" needs p < {0.05 / comparisons:.2g} (0.05 / {comparisons}), '
-            "so that the chance of one false claim among all is at most 5 %."
+            _level(comparisons, "planned" if contest["kind"] == "ablate" else "any could have been told", margin)
         )
     said += [
         f"{arm} did not finish with seed {', '.join(map(str, seeds))}: its figures are of the runs that did, and no "
@@ -141,6 +141,23 @@ def _cautions(
             said.append(f"{row['arm']}: no run finished ({row['status']}: {row['why']}).")
     names = [run.optimizer for run in runs if tuned]
     return said + (cautions(runs, tuned=names) if runs else [])
+
+
+def _level(comparisons: int, why: str, margin: float) -> str:
+    """What a claim asks for, and what its interval is."""
+    alpha = 0.05 / comparisons
+    many = f"{comparisons} pairs ({why}): " if comparisons > 1 else ""
+    asked = f"p < {alpha:.2g}" + f" (0.05 / {comparisons})" * (comparisons > 1)
+    level = (
+        f'"level with" the same in two one-sided tests that the difference is within {margin:g} nat, told with the '
+        f"{percent(1 - 2 * alpha)} interval"
+        if margin
+        else 'nothing is said to be "level with" another, since the margin is 0'
+    )
+    return (
+        f'{many}"beats" needs {asked} in the paired t test, told with the {percent(1 - alpha)} interval; {level}. '
+        f"So the chance of any false claim {'among all ' * (comparisons > 1)}is at most 5 %."
+    )
 
 
 def _betas(final: Mapping[str, list[Summary]]) -> list[str]:

@@ -6,8 +6,9 @@ Every result carries its n. This room knows numbers only: no run folders, no dra
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,13 @@ class Mean:
             return math.nan
         return (self.high - self.low) / 2 / t_quantile((1 + self.confidence) / 2, self.n - 1)
 
+    @property
+    def between(self) -> str:
+        """The interval in words, with its confidence, and with digits enough that its ends differ by two."""
+        size, width = max(abs(self.low), abs(self.high)), self.high - self.low
+        digits = max(3, 2 + math.ceil(math.log10(size / width))) if 0 < width < math.inf else 3
+        return f"{percent(self.confidence)} interval {self.low:.{digits}g} to {self.high:.{digits}g}"
+
     def __str__(self) -> str:
         if self.n < 2:
             return f"{self.mean:.4g} (n = {self.n})"
@@ -40,6 +48,7 @@ class Paired:
     `p` is the two-sided p-value of the paired t test, `p_sign` that of the sign test; NaN where n does not allow one.
     """
 
+    differences: tuple[float, ...]
     difference: Mean
     below: int
     above: int
@@ -81,8 +90,7 @@ class Equivalence:
             return f"equivalence cannot be tested: {why} no spread (n = {d.n})"
         return (
             f"{'equivalent' if self.holds else 'not shown to be equivalent'} within {self.margin:g} (mean difference "
-            f"{d.mean:.3g}, {percent(d.confidence)} interval {d.low:.3g} to {d.high:.3g}; two one-sided tests "
-            f"p {small(self.p)}{_asked(self.alpha)}, n = {d.n})"
+            f"{d.mean:.3g}, {d.between}; two one-sided tests p {small(self.p)}{_asked(self.alpha)}, n = {d.n})"
         )
 
 
@@ -131,6 +139,7 @@ def t_cdf(t: float, df: int) -> float:
     return min(max(0.5 + inside / 2, 0.0), 1.0)  # far out the sum is rounded beyond its limit
 
 
+@lru_cache(256)
 def t_quantile(p: float, df: int) -> float:
     """The t with t_cdf(t, df) = p, for 0 < p < 1, by bisection to double precision."""
     if not 0 < p < 1:
@@ -157,10 +166,10 @@ def mean(values: Sequence[float], confidence: float = 0.95) -> Mean:
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
     n = len(values)
-    centre = math.fsum(values) / n if all(map(math.isfinite, values)) else math.nan
+    centre = math.fsum(x / n for x in values) if all(map(math.isfinite, values)) else math.nan
     if n < 2 or math.isnan(centre):
         return Mean(centre, math.nan, math.nan, n, confidence)
-    s = math.sqrt(math.fsum((x - centre) ** 2 for x in values) / (n - 1))
+    s = math.hypot(*(x - centre for x in values)) / math.sqrt(n - 1)  # no square: 1e200 is a loss, if a bad one
     half = t_quantile((1 + confidence) / 2, n - 1) * s / math.sqrt(n)
     return Mean(centre, centre - half, centre + half, n, confidence)
 
@@ -172,7 +181,10 @@ def paired(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> 
     """
     if len(a) != len(b):
         raise ValueError(f"a paired test needs as many a as b, got {len(a)} and {len(b)}")
-    d = [x - y for x, y in zip(a, b)]
+    return _paired([x - y for x, y in zip(a, b)], confidence)
+
+
+def _paired(d: Sequence[float], confidence: float) -> Paired:
     difference = mean(d, confidence)
     below, above = sum(x < 0 for x in d), sum(x > 0 for x in d)
     p = math.nan
@@ -182,13 +194,13 @@ def paired(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> 
         else:
             p = 1.0 if difference.mean == 0 else 0.0
     finite = all(map(math.isfinite, d))
-    return Paired(difference, below, above, p, _sign_test(below, above) if finite else math.nan)
+    return Paired(tuple(d), difference, below, above, p, _sign_test(below, above) if finite else math.nan)
 
 
 def equivalence(differences: Sequence[float], margin: float, alpha: float = 0.05) -> Equivalence:
     """Whether paired differences d are shown to lie within +-margin on average: two one-sided t tests (TOST).
 
-    The nulls are E[d] <= -margin and E[d] >= margin; both must be rejected at alpha. With e = s_d / sqrt(n), n - 1 df,
+    The nulls are E[d] <= -margin, E[d] >= margin; both must be rejected at alpha. With e = s_d / sqrt(n), df = n - 1:
 
         p = max(P(T >= (mean(d) + margin) / e), P(T <= (mean(d) - margin) / e)) = P(T <= (|mean(d)| - margin) / e),
 
@@ -200,8 +212,9 @@ def equivalence(differences: Sequence[float], margin: float, alpha: float = 0.05
     Where no test is possible p is NaN and nothing holds: with n < 2, with a difference that is not finite, and with
     differences that are all the same but for rounding, which are no sample of what chance does.
 
-    >>> str(equivalence([0.001, -0.002, 0.004, 0.001], 0.01))[:57]
-    'equivalent within 0.01 (mean difference 0.001, 90% interv'
+    >>> told = equivalence([0.001, -0.002, 0.004, 0.001], margin=0.01)
+    >>> told.holds, round(told.p, 4), round(told.interval.low, 5), round(told.interval.high, 5)
+    (True, 0.0026, -0.00188, 0.00388)
 
     Raises ValueError when there is no difference, margin is not a finite number above 0, or alpha not in (0, 0.5).
     """
@@ -225,10 +238,26 @@ def _sign_test(below: int, above: int) -> float:
     return min(1.0, 2 * tail)
 
 
-def verdict(a: str, b: str, result: Paired, alpha: float = 0.05) -> str:
-    """`result` of paired(losses of a, losses of b) in words. "Beats" needs p < alpha; n is always told.
+def verdict(
+    a: str, b: str, result: Paired, alpha: float = 0.05, margin: float = 0.0, untrusted: Collection[str] = ()
+) -> str:
+    """`result` of paired(losses of a, losses of b) in words: one beats the other, is level with it, or neither.
 
-    The interval is that of this one comparison; where many are made alpha is below 0.05, and the sentence says so.
+    "Beats" needs p < alpha in the t test; "level with" p < alpha in the two one-sided tests against `margin` (in nat; 0
+    asks for none); both may hold of a difference that is real and small. Neither is ever said because the other fails.
+    The interval is that of the test which decides: of 1 - alpha, off 0 where one beats, else holding 0 and reaching
+    beyond the margin; of 1 - 2 alpha, within the margin, where they are level.
+
+    The chance that a sentence is false is at most alpha for both claims together. At no difference only "beats" can be
+    false. With a difference within the margin only "beats" the wrong way round can. With one of at least the margin,
+    "level" and the wrong "beats" both need a mean that lies at least t(1 - alpha) standard errors inside that end of
+    the margin, which happens with probability alpha at most. (J. J. Goeman, A. Solari and T. Stijnen, Three-sided
+    hypothesis testing, Statistics in Medicine 29, 2010, 2117-2125.) So where k pairs could be told, alpha = 0.05 / k
+    for each of the two keeps the chance of any false sentence at 0.05 (Bonferroni): no part of it is set apart for
+    "level". That two tests must pass for "level" asks for no correction, since both must.
+
+    Args:
+        untrusted: those that lost runs. What is left of them is no sample: nothing is claimed in their favour.
 
     >>> verdict("foam", "adamw", paired([1.0], [2.0]))
     'foam is lower than adamw by 1 with one seed (n = 1): chance cannot be told from effect'
@@ -236,27 +265,33 @@ def verdict(a: str, b: str, result: Paired, alpha: float = 0.05) -> str:
     d = result.difference
     if math.isnan(d.mean):
         return f"{a} and {b} cannot be compared: a loss is not finite (n = {d.n})"
-    if d.mean == 0:
-        return f"{a} and {b} are equal on average (n = {d.n})"
-    if d.n < 2:
-        which = "lower" if d.mean < 0 else "higher"
-        return f"{a} is {which} than {b} by {abs(d.mean):.3g} with one seed (n = 1): chance cannot be told from effect"
+    if not any(result.differences):
+        return f"{a} and {b} end with the same loss, seed by seed (n = {d.n}): there is no spread to test"
     if d.mean > 0:
-        return verdict(b, a, _swap(result), alpha)
-    facts = (
-        f"mean difference {d.mean:.3g}, {percent(d.confidence)} interval {d.low:.3g} to {d.high:.3g}; "
-        f"lower in {result.below} of {d.n} seeds; paired t test p {small(result.p)}{_asked(alpha)}, "
-        f"sign test p = {result.p_sign:.2g}, n = {d.n}"
+        return verdict(b, a, _paired([-x for x in result.differences], d.confidence), alpha, margin, untrusted)
+    if d.n < 2:
+        return f"{a} is lower than {b} by {-d.mean:.3g} with one seed (n = 1): chance cannot be told from effect"
+    within = equivalence(result.differences, margin, alpha) if margin else None
+    doubtful = [name for name in (a, b) if name in untrusted]
+    beats = result.p < alpha and a not in untrusted
+    level = within is not None and within.holds and not doubtful
+    if beats:
+        head = f"{a} beats {b}" + f", by less than {margin:g} nat" * level
+    elif level:
+        head = f"{a} is level with {b} within {margin:g} nat"
+    elif doubtful:
+        head = f"nothing is claimed of {a} and {b}, as {' and '.join(doubtful)} did not finish with every seed"
+    else:
+        head = f"{a} and {b} cannot be told apart" + f", nor shown to be level within {margin:g} nat" * bool(margin)
+    intervals = [mean(result.differences, 1 - alpha).between] * (beats or not level)
+    tests = f"paired t test p {small(result.p)}"
+    if within is not None:
+        intervals += [within.interval.between] * level
+        tests += f", two one-sided tests p {small(within.p)}"
+    return (
+        f"{head} (mean difference {d.mean:.3g}, {', '.join(intervals)}; {a} lower in {result.below} of {d.n} seeds; "
+        f"{tests}{_asked(alpha)}; sign test p {small(result.p_sign)}, n = {d.n})"
     )
-    if result.p < alpha:
-        return f"{a} beats {b} ({facts})"
-    return f"{a} is lower than {b} on average, but not beyond chance ({facts})"
-
-
-def _swap(result: Paired) -> Paired:
-    d = result.difference
-    turned = Mean(-d.mean, -d.high, -d.low, d.n, d.confidence)
-    return Paired(turned, result.above, result.below, result.p, result.p_sign)
 
 
 def reach(x: Sequence[float], loss: Sequence[float], target: float) -> float | None:

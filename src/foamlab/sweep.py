@@ -6,6 +6,7 @@ Which runs, `contest` says from the run folders; this room starts and stops them
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -24,7 +25,7 @@ import yaml
 from . import data, machine, optimizers, train
 from .ablations import STUDIES, with_own
 from .config import OptimizerConfig, RunConfig, UserError, known_name
-from .contest import FORMAT, Arm, Outcomes, Rule, Trial, newest, outcome, read, wanted, write
+from .contest import FORMAT, MARGIN, Arm, Outcomes, Rule, Trial, newest, outcome, read, wanted, write
 from .loop import plain
 from .record import await_release, cores, lock, now
 from .signals import STOPS, stop_requests
@@ -48,6 +49,7 @@ class Contest:
         finalists: how many arms are repeated over the seeds; 0 is all.
         rule: when a run is given up.
         studies: of an ablation: name -> {"about", "base": arm, "cases": [{"value", "arm"}]}.
+        margin: how far apart, in nat, two arms may be that are called level; 0 is never.
     """
 
     kind: str
@@ -57,6 +59,7 @@ class Contest:
     finalists: int
     rule: Rule
     studies: dict[str, Any]
+    margin: float = MARGIN
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -69,13 +72,15 @@ class Contest:
             "rule": asdict(self.rule),
             "rule_in_words": str(self.rule),
             "studies": self.studies,
+            "margin": self.margin,
         }
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> Contest:
         arms = [Arm(**a) for a in d["contestants"]]
         rule = Rule(**d["rule"])
-        return cls(d["kind"], settings(d["settings"]), arms, d["seeds"], d["finalists"], rule, d["studies"])
+        margin = d.get("margin", MARGIN)
+        return cls(d["kind"], settings(d["settings"]), arms, d["seeds"], d["finalists"], rule, d["studies"], margin)
 
 
 def comparison(
@@ -87,6 +92,7 @@ def comparison(
     hopeless: float = 1.2,
     hopeless_at: float = 0.3,
     finalists: int = 0,
+    margin: float = MARGIN,
 ) -> Contest:
     """A contest between optimizers, each with its own grid of rates unless one is given.
 
@@ -111,11 +117,11 @@ def comparison(
                 tune[key] = sorted(set(values))
         note = "; ".join(filter(None, (f"rates: {entry.source}", entry.limits)))
         arms.append(Arm(name, name, dict(full.options), start, tune, note))
-    return _checked("compare", config, arms, seeds, finalists, hopeless, hopeless_at, {})
+    return _checked("compare", config, arms, seeds, finalists, hopeless, hopeless_at, {}, margin)
 
 
 def ablation(
-    config: RunConfig, names: Sequence[str], seeds: Sequence[int], lr: Sequence[float] = (), **rule: float
+    config: RunConfig, names: Sequence[str], seeds: Sequence[int], lr: Sequence[float] = (), **more: float
 ) -> Contest:
     """The paper's ablations: every setting of the named studies, at the same rates unless a grid is given.
 
@@ -138,7 +144,7 @@ def ablation(
             arms.setdefault(same.label, replace(same, tune={"lr": rates}))
             told.append({"value": case.value, "arm": same.label})
         studies[name] = {"about": about, "base": "foam", "cases": told}
-    return _checked("ablate", config, list(arms.values()), seeds, 0, **rule, studies=studies)
+    return _checked("ablate", config, list(arms.values()), seeds, 0, **more, studies=studies)
 
 
 def _checked(
@@ -150,6 +156,7 @@ def _checked(
     hopeless: float = 1.2,
     hopeless_at: float = 0.3,
     studies: dict[str, Any] | None = None,
+    margin: float = MARGIN,
 ) -> Contest:
     t = config.train
     train.check(t)
@@ -165,12 +172,16 @@ def _checked(
         raise UserError(f"--hopeless is a factor of at least 1, or 0 for never; got {hopeless}")
     if not 0 < hopeless_at < 1:
         raise UserError(f"--hopeless_at is a share of the steps, between 0 and 1; got {hopeless_at}")
+    if not 0 <= margin < math.inf:
+        raise UserError(f'--margin is a difference of losses in nat, or 0 for no claim of "level"; got {margin}')
     every = t.eval_every if hopeless else 0
     step = max(-(-int(hopeless_at * t.steps) // every), 1) * every if every else 0
     rule = Rule(step if step < t.steps else 0, hopeless)
     # a trial writes no sample; what threads it has is the same for all
     quiet = replace(t, sample="", keep=1, threads=t.threads or min(4, cores()), seed=seeds[0])
-    return Contest(kind, replace(config, train=quiet, out=""), arms, list(seeds), finalists, rule, studies or {})
+    return Contest(
+        kind, replace(config, train=quiet, out=""), arms, list(seeds), finalists, rule, studies or {}, margin
+    )
 
 
 def start(contest: Contest, folder: Path, jobs: int = 0, on_event: OnEvent = lambda event: None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from itertools import pairwise
 
 import pytest
@@ -85,7 +86,7 @@ def test_paired_edges() -> None:
 
 
 def spaced(centre: float, t: float) -> list[float]:
-    """Three differences of standard error 1 / t: centre - h, centre, centre + h with h = sqrt(3) / t."""
+    """Three differences around a centre, of standard error 1 / t."""
     return [centre - math.sqrt(3) / t, centre, centre + math.sqrt(3) / t]
 
 
@@ -121,7 +122,7 @@ def test_equivalence_is_the_interval_within_the_margin() -> None:
         d = [draw.gauss(draw.choice([0, 0.5]), 1) for _ in range(draw.randint(2, 9))]
         alpha = draw.choice([0.05, 0.05 / 28, 0.2])
         e = equivalence(d, 1.0, alpha)
-        inside = e.interval.low > -1 and e.interval.high < 1
+        inside = max(-e.interval.low, e.interval.high) < 1
         assert e.holds == inside == (("not shown" not in str(e)) and "equivalent" in str(e))
         assert e.p == pytest.approx(equivalence([-x for x in d], 1.0).p)
         # the larger of the two one-sided tests
@@ -170,11 +171,88 @@ def test_verdict_claims_no_more_than_n_allows() -> None:
     # the early evidence of three seeds: FOAM level 2 against AdamW with split learning rates
     foam, adamw = [1.490, 1.528, 1.486], [1.553, 1.543, 1.565]
     words = verdict("FOAM", "AdamW", paired(foam, adamw))
-    assert words.startswith("FOAM is lower than AdamW on average, but not beyond chance") and "n = 3" in words
-    assert verdict("AdamW", "FOAM", paired(adamw, foam)) == words
+    assert words.startswith("FOAM and AdamW cannot be told apart (") and "n = 3" in words
+    assert verdict("AdamW", "FOAM", paired(adamw, foam)) == words and "FOAM lower in 3 of 3 seeds" in words
     assert verdict("a", "b", paired([1, 2, 3], [2, 3.1, 4])).startswith("a beats b")
     assert "cannot be compared" in verdict("a", "b", paired([math.nan], [1]))
-    assert "equal" in verdict("a", "b", paired([1, 2], [2, 1]))
+    assert verdict("a", "b", paired([1, 2], [2, 1])).startswith("a and b cannot be told apart")
+    assert "with the same loss, seed by seed (n = 2)" in verdict("a", "b", paired([1, 2], [1, 2]), margin=0.01)
+    assert "one seed (n = 1)" in verdict("a", "b", paired([1.0], [1.001]), margin=0.01)
+
+
+LEVEL = ([0.1 + 0.001 * (-1) ** k * (1 + k / 4) for k in range(4)], [0.1] * 4)  # p of the equivalence: 0.0006
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "alpha", "margin", "untrusted", "head", "confidences"),
+    [
+        (*LEVEL, 0.05, 0.01, "", "a is level with b within 0.01 nat (", [0.9]),
+        (*LEVEL, 0.01, 0.01, "", "a is level with b within 0.01 nat (", [0.98]),
+        (*LEVEL, 1e-4, 0.01, "", "a and b cannot be told apart, nor shown to be level within 0.01 nat (", [0.9999]),
+        (*LEVEL, 0.05, 0.0, "", "a and b cannot be told apart (", [0.95]),
+        (*LEVEL, 0.05, 0.001, "", "a and b cannot be told apart, nor shown to be level within 0.001 nat (", [0.95]),
+        ([1, 2, 3], [2, 3.1, 4], 0.05, 0.01, "", "a beats b (", [0.95]),
+        ([1, 2, 3], [2, 3.1, 4], 0.01, 0.01, "", "a beats b (", [0.99]),
+        ([1, 2, 3], [1.004, 2.0041, 3.004], 0.05, 0.01, "", "a beats b, by less than 0.01 nat (", [0.95, 0.9]),
+        ([1, 2, 3], [1.004, 2.0041, 3.004], 0.05, 0.01, "b", "a beats b (", [0.95]),
+        ([1, 2, 3], [1.004, 2.0041, 3.004], 0.05, 0.01, "a", "nothing is claimed of a and b, as a did not", [0.95]),
+        (*LEVEL, 0.05, 0.01, "b", "nothing is claimed of a and b, as b did not finish with every seed", [0.95]),
+    ],
+)
+def test_a_verdict_tells_the_interval_of_the_test_that_decides(
+    a: list[float], b: list[float], alpha: float, margin: float, untrusted: str, head: str, confidences: list[float]
+) -> None:
+    b = [x + 1e-9 for x in b]  # so that a is the lower one
+    result = paired(a, b)
+    words = verdict("a", "b", result, alpha, margin, untrusted)
+    assert words.startswith(head) and f"n = {len(a)})" in words, words
+    assert re.findall(r"[\d.]+% interval [^ ]+ to [^ ,;]+", words) == [
+        mean(result.differences, confidence).between for confidence in confidences
+    ]
+    assert ("two one-sided tests p" in words) == (margin > 0)
+    assert (f"where p < {alpha:.2g} is asked" in words) == (alpha < 0.05)
+    assert words == verdict("b", "a", paired(b, a), alpha, margin, untrusted)
+
+
+def test_a_verdict_says_what_its_interval_shows() -> None:
+    """Beats: off 0. Level: within the margin. Neither: holds 0, and reaches beyond the margin."""
+    draw = random.Random(5)
+    heads = set()
+    for _ in range(500):
+        n, shift, alpha = draw.randint(2, 7), draw.choice([0, 0.005, 0.03]), draw.choice([0.05, 0.05 / 6])
+        b = [draw.gauss(5, 0.1) for _ in range(n)]
+        a = [x + draw.gauss(shift, draw.choice([0.003, 0.02])) for x in b]
+        words = verdict("a", "b", paired(a, b), alpha, 0.01)
+        told = [tuple(map(float, pair)) for pair in re.findall(r"interval ([^ ]+) to ([^ ,;]+)", words)]
+        beats, level = "beats" in words, "is level with" in words or "by less than 0.01 nat" in words
+        heads.add((beats, level))
+        assert not level or max(map(abs, told[-1])) <= 0.01
+        assert not beats or told[0][1] < 0
+        assert beats or level or (told[0][0] <= 0 <= told[0][1] and max(map(abs, told[0])) >= 0.01)
+    assert heads == {(True, True), (True, False), (False, True), (False, False)}
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.005, 0.01, -0.01, 0.02])
+def test_false_sentences_are_as_rare_as_promised(shift: float) -> None:
+    """Chance around a true difference, margin 0.01: any false claim in at most 5 % of 4,000, but for two deviations.
+
+    False is "level" where the difference is the margin or more, "beats" where there is none or it is the other way.
+    """
+    draw, runs, n = random.Random(11), 4000, 5
+    false = level = beats = 0
+    for _ in range(runs):
+        b = [draw.gauss(5, 0.1) for _ in range(n)]
+        words = verdict("a", "b", paired([x + draw.gauss(shift, 0.004) for x in b], b), 0.05, 0.01)
+        says_level, says_beats = "is level with" in words or "by less than" in words, "beats" in words
+        level, beats = level + says_level, beats + says_beats
+        wrong_way = says_beats and not words.startswith("b beats" if shift > 0 else "a beats" if shift < 0 else "none")
+        false += wrong_way or (says_level and abs(shift) >= 0.01)
+    deviation = 2 * math.sqrt(0.05 * 0.95 * runs)
+    assert false <= 0.05 * runs + deviation
+    if shift in (0.0, 0.01, -0.01):  # where a test is at its edge it uses its 5 %
+        assert (beats if shift == 0 else level) == pytest.approx(0.05 * runs, abs=deviation)
+    if abs(shift) < 0.01:
+        assert level > 0.6 * runs, "it is deaf"
 
 
 def test_reach_interpolates_between_evaluations() -> None:
