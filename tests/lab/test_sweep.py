@@ -222,7 +222,7 @@ def test_every_optimizer_has_its_own_grid_unless_one_is_given(config):
         and grid["foam-paper"] == [3e-3, 1e-2, 3e-2]
         and grid["sgd"] == [0.03, 0.1, 0.3, 1]
     )
-    assert all(arm.note for arm in c.arms) and c.arms[0].options == {"level": 2}
+    assert all(arm.note for arm in c.arms) and c.arms[0].options["level"] == 2
     assert {tuple(a.tune["lr"]) for a in sweep.comparison(config, ["adamw", "sgd"], [0], lr={"": [1.0]}).arms} == {
         (1.0,)
     }
