@@ -1,8 +1,7 @@
 """The paper's ablations: which settings each compares, and an optimizer for those that torchfoam does not offer.
 
-`FoldAblation` is plain, slow torch over torchfoam's public fold and unfold. It is for studies only: the span of the
-bias correction and the direction of folding are no options of the library, because these studies exist to show which
-is right.
+`FoldAblation` is plain, slow torch over torchfoam's public fold and unfold. It is for one study only: the direction of
+folding is no option of the library.
 """
 
 from __future__ import annotations
@@ -17,25 +16,21 @@ from torch.optim import Optimizer
 
 from torchfoam import fold, unfold
 
-SPANS = ("whole", "moments")
 DIRECTIONS = ("rows", "columns")
 
 
 class FoldAblation(Optimizer):
-    """FOAM's adam rule with two more choices; at their defaults it is FOAM.
+    """The paper's adam rule, folded along either dimension.
 
-        span="whole"      M = (unfold(m) + rho r) / (1 - beta1^t)        V = (unfold(v) + rho^2 r^2) / (1 - beta2^t)
-        span="moments"    M = unfold(m) / (1 - beta1^t) + rho r          V = unfold(v) / (1 - beta2^t) + rho^2 r^2
+        M = (unfold(m) + rho r) / (1 - beta1^t)        V = (unfold(v) + rho^2 r^2) / (1 - beta2^t)
 
     Args:
         params: groups; one with `level` 0 is AdamW.
         level, scale, residual: as in torchfoam.FOAM.
-        residual_in_v: whether V has the residual too.
-        span: what the bias correction covers.
         direction: "rows" folds along the last dimension, as FOAM; "columns" folds matrices along the first.
 
     Raises:
-        ValueError: an unknown span or direction.
+        ValueError: an unknown direction.
     """
 
     def __init__(
@@ -48,16 +43,13 @@ class FoldAblation(Optimizer):
         level: Any = 2,
         scale: float = 1.0,
         residual: float = 1.0,
-        residual_in_v: bool = True,
-        span: str = "whole",
         direction: str = "rows",
     ) -> None:
-        for what, value, known in (("span", span, SPANS), ("direction", direction, DIRECTIONS)):
-            if value not in known:
-                raise ValueError(f"unknown {what} {value!r}; known: {', '.join(known)}")
+        if direction not in DIRECTIONS:
+            raise ValueError(f"unknown direction {direction!r}; known: {', '.join(DIRECTIONS)}")
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "level": level, "scale": scale,
-            "residual": residual, "residual_in_v": residual_in_v, "span": span, "direction": direction,
+            "residual": residual, "direction": direction,
         }  # fmt: skip
         super().__init__(params, defaults)
 
@@ -89,12 +81,7 @@ class FoldAblation(Optimizer):
         m.lerp_(f, 1 - beta1)
         v.mul_(beta2).add_(fold(g.square(), level), alpha=1 - beta2)
         r = (g - unfold(f, level, C)) * (h["residual"] if level != 0 else 0.0)
-        r2 = r.square() * h["residual_in_v"]
-        M, V = unfold(m, level, C), unfold(v, level, C)
-        if h["span"] == "whole":
-            M, V = (M + r) / first, (V + r2) / second
-        else:
-            M, V = M / first + r, V / second + r2
+        M, V = (unfold(m, level, C) + r) / first, (unfold(v, level, C) + r.square()) / second
         u = M / (V.sqrt() + h["eps"])
         p.mul_(1 - h["lr"] * h["weight_decay"])
         p.sub_((u.mT if turned else u) * (h["lr"] * h["scale"]))
@@ -135,15 +122,15 @@ STUDIES: dict[str, tuple[str, list[Case]]] = {
     ),
     "bias-correction": (
         "what the bias correction covers",
-        [Case("whole"), *_options("span", "moments", optimizer="foam-ablation")],
+        [Case("whole"), *_options("bias_correction", "moments")],
     ),
     "direction": (
         "direction of folding",
         [Case("rows"), *_options("direction", "columns", optimizer="foam-ablation")],
     ),
     "residual-in-v": (
-        "residual in both moments, or in the first alone",
-        [Case("both"), *_options("residual_in_v", False, optimizer="foam-ablation")],
+        "share of the residual's square in the second moment",
+        [*_options("residual_in_v", 0.0, 0.1, 0.3), Case("1.0")],
     ),
 }
 

@@ -113,7 +113,7 @@ OPTIMIZERS: dict[str, Entry] = {
     "foam-no-residual": _paper("ablation: FOAM without the residual", level=2, residual=0.0),
     "foam-square-mean": _paper("ablation: FOAM with the square of the mean", level=2, second_moment="square_mean"),
     "foam-ablation": Entry(
-        "for `foamlab ablate`: FOAM in plain torch with a choice of bias correction and direction",
+        "for `foamlab ablate`: the paper's FOAM in plain torch, folded along rows or columns",
         "foamlab.ablations:FoldAblation", ablation, PAPER["lr"], PAPER["betas"], PAPER["scale"], PAPERS,
         {"level": PAPER["level"]}, BOTH, limits="slow; for studies only",
     ),

@@ -389,17 +389,6 @@ def test_folding_columns_is_folding_the_turned_matrix():
     assert a.state[p]["m"].shape == (6, 2)
 
 
-def test_the_span_of_the_bias_correction():
-    """In the first step "whole" magnifies the residual by 1 / (1 - beta1), "moments" leaves it."""
-    g = torch.tensor([[1.0, 3.0]])
-    for span, M, V in (("whole", [2 - 10, 2 + 10], 5 + 1000), ("moments", [2 - 1, 2 + 1], 5 + 1)):
-        p = nn.Parameter(torch.zeros(1, 2))
-        opt = FoldAblation([p], lr=1.0, level=1, span=span, eps=0.0)
-        p.grad = g
-        opt.step()
-        assert torch.allclose(p.detach(), -torch.tensor([M]) / V**0.5, rtol=1e-4), span
-
-
 def test_studies_name_optimizers_and_options_that_exist():
     for about, cases in STUDIES.values():
         assert about and len({c.value for c in cases}) == len(cases) >= 2

@@ -37,7 +37,9 @@ OPTIONS = [
     ("adamw", {"fused": True, "foreach": True}, "optimizer adamw: "),
     ("muon", {"adjust_lr_fn": "none"}, "optimizer muon: "),
     ("apollo", {"scaling": "row"}, "known: channel, tensor"),
-    ("foam-ablation", {"span": "all"}, "known: whole, moments"),
+    ("foam-ablation", {"direction": "all"}, "known: rows, columns"),
+    ("foam", {"bias_correction": "all"}, "known: moments, whole"),
+    ("foam", {"residual_in_v": -1.0}, "residual_in_v must be a number"),
 ]
 RIVALS = [
     ("galore", {"projection_type": "stdd"}, "did you mean std"),
