@@ -45,7 +45,8 @@ class Mean:
 class Paired:
     """Differences a - b over pairs (the same seed, say).
 
-    `p` is the two-sided p-value of the paired t test, `p_sign` that of the sign test; NaN where n does not allow one.
+    `p` is the two-sided p-value of the paired t test, NaN with n < 2, without spread, or with a loss that is not
+    finite; `p_sign` that of the sign test.
     """
 
     differences: tuple[float, ...]
@@ -187,12 +188,7 @@ def paired(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> 
 def _paired(d: Sequence[float], confidence: float) -> Paired:
     difference = mean(d, confidence)
     below, above = sum(x < 0 for x in d), sum(x > 0 for x in d)
-    p = math.nan
-    if difference.n >= 2 and not math.isnan(difference.mean):
-        if (error := difference.error) > 0:
-            p = 2 * t_cdf(-abs(difference.mean) / error, difference.n - 1)
-        else:
-            p = 1.0 if difference.mean == 0 else 0.0
+    p = math.nan if _still(d) else 2 * t_cdf(-abs(difference.mean) / difference.error, difference.n - 1)
     finite = all(map(math.isfinite, d))
     return Paired(tuple(d), difference, below, above, p, _sign_test(below, above) if finite else math.nan)
 
@@ -223,10 +219,14 @@ def equivalence(differences: Sequence[float], margin: float, alpha: float = 0.05
     if not 0 < alpha < 0.5:
         raise ValueError(f"alpha must lie between 0 and 0.5, got {alpha}")
     interval = mean(differences, 1 - 2 * alpha)
-    p = math.nan
-    if interval.error > 0 and max(differences) - min(differences) > 1e-12 * max(margin, *map(abs, differences)):
-        p = t_cdf((abs(interval.mean) - margin) / interval.error, interval.n - 1)
+    still = _still(differences, margin)
+    p = math.nan if still else t_cdf((abs(interval.mean) - margin) / interval.error, interval.n - 1)
     return Equivalence(interval, margin, alpha, p)
+
+
+def _still(d: Sequence[float], scale: float = 0.0) -> bool:
+    """Whether differences are the same but for rounding, at their own size or that of `scale`: no sample of chance."""
+    return not max(d) - min(d) > 1e-12 * max(scale, 1e-280, *map(abs, d))  # NaN is no spread either
 
 
 def _sign_test(below: int, above: int) -> float:
@@ -271,6 +271,8 @@ def verdict(
         return verdict(b, a, _paired([-x for x in result.differences], d.confidence), alpha, margin, untrusted)
     if d.n < 2:
         return f"{a} is lower than {b} by {-d.mean:.3g} with one seed (n = 1): chance cannot be told from effect"
+    if _still(result.differences, margin):
+        return f"{a} is lower than {b} by {-d.mean:.3g} with every seed (n = {d.n}): there is no spread to test"
     within = equivalence(result.differences, margin, alpha) if margin else None
     doubtful = [name for name in (a, b) if name in untrusted]
     beats = result.p < alpha and a not in untrusted

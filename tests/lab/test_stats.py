@@ -76,9 +76,9 @@ def test_paired_by_hand() -> None:
 
 
 def test_paired_edges() -> None:
-    assert paired([1, 2], [2, 3]).p == 0.0  # no spread at all, a real shift
-    assert paired([1, 2], [1, 2]).p == 1.0 and paired([1, 2], [1, 2]).p_sign == 1.0
-    assert math.isnan(paired([1], [2]).p)
+    for a, b in (([1, 2], [2, 3]), ([0.1, 0.2], [0.4, 0.5]), ([1, 2], [1, 2]), ([1], [2])):
+        assert math.isnan(paired(a, b).p)  # no spread, but for rounding
+    assert paired([1, 2], [1, 2]).p_sign == 1.0
     nan = paired([1, math.nan], [2, 2])
     assert math.isnan(nan.p) and math.isnan(nan.p_sign)
     with pytest.raises(ValueError, match="as many"):
@@ -176,6 +176,8 @@ def test_verdict_claims_no_more_than_n_allows() -> None:
     assert verdict("a", "b", paired([1, 2, 3], [2, 3.1, 4])).startswith("a beats b")
     assert "cannot be compared" in verdict("a", "b", paired([math.nan], [1]))
     assert verdict("a", "b", paired([1, 2], [2, 1])).startswith("a and b cannot be told apart")
+    shifted = verdict("a", "b", paired([0.1, 0.2], [0.4, 0.5]), margin=0.5)
+    assert shifted == "a is lower than b by 0.3 with every seed (n = 2): there is no spread to test"
     assert "with the same loss, seed by seed (n = 2)" in verdict("a", "b", paired([1, 2], [1, 2]), margin=0.01)
     assert "one seed (n = 1)" in verdict("a", "b", paired([1.0], [1.001]), margin=0.01)
 

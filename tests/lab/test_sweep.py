@@ -655,7 +655,12 @@ class Run:
 def test_verdicts_say_n_and_are_corrected_for_their_number():
     runs = {
         name: [Run(seed, base + 0.01 * seed + wobble * (seed % 2)) for seed in range(4)]
-        for name, base, wobble in (("muon", 1.0, 0), ("foam", 1.1, 0.01), ("adamw", 1.2, 0.02), ("foam-row", 1.3, 0))
+        for name, base, wobble in (
+            ("muon", 1.0, 0),
+            ("foam", 1.1, 0.01),
+            ("adamw", 1.2, 0.02),
+            ("foam-row", 1.3, 0.005),
+        )
     }
     rows = [{"arm": name, "n": 4, "loss": 1.0} for name in runs]
     said, count = verdicts("compare", rows, runs, {})
