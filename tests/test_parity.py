@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
 
 from foamlab import thrift
 from foamlab.config import TrainConfig
@@ -130,6 +131,23 @@ def wrapped_gradient() -> None:
     FOAM([w]).step()
 
 
+def scaled_loss() -> None:
+    w, scaler = matrix(), torch.amp.GradScaler("cpu")
+    GradientRelease(FOAM([w]))
+    scaler.scale(w.sum()).backward()
+
+
+def reentrant() -> None:
+    w = matrix()
+    GradientRelease(FOAM([w]))
+    checkpoint(torch.mul, w, w, use_reentrant=True).sum().backward()
+
+
+def released_twice() -> None:
+    opt = FOAM([matrix()])
+    GradientRelease(opt), GradientRelease(opt)
+
+
 def adamw_into(rule: str) -> Callable[[], Any]:
     def ask() -> None:
         w = matrix()
@@ -157,6 +175,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "gradients that are wrappers of other tensors": wrapped_gradient,
     "parameters of a lazy module": lambda: FOAM(nn.LazyLinear(4)),
     "gradient release, several backward passes a step": second_backward,
+    "gradient release, a GradScaler": scaled_loss,
+    "gradient release, reentrant checkpointing": reentrant,
+    "gradient release, twice": released_twice,
     "train.release, train.clip": setting(release=True, clip=1.0),
     "train.release, train.micro_batch below train.batch": setting(release=True, batch=8, micro_batch=4),
     "train.release, train.residual_every": setting(release=True, residual_every=10),

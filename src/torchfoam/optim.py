@@ -18,6 +18,7 @@ from .fold import residual_ratio
 from .groups import check_there, param_groups, split_by_shape
 from .kernels import BACKENDS, Slot, choose, imagined, whole
 from .options import check, check_choices, check_options, hyper, known_value
+from .rules import Hyper
 from .saved import FORMAT, match, upgraded
 from .state import check_kept, new_state
 
@@ -28,8 +29,8 @@ PAPER: dict[str, Any] = {
     "bias_correction": "whole", "residual_in_v": 1.0,
 }  # fmt: skip
 
-# a group, the name of a backend, and what that backend has to step of it
-Work = tuple[dict[str, Any], str, list[Slot]]
+# a group's scalars and rule, the name of a backend, and what that backend has to step of it
+Work = tuple[Hyper, str, str, list[Slot]]
 
 
 class FOAM(Optimizer):
@@ -228,9 +229,20 @@ class FOAM(Optimizer):
             self.state[p] = new_state(p, group)
         self._perform(self._work(group, [(number, p)]))
 
+    def check_ready(self) -> None:
+        """Raise what a step of any parameter would raise for its options or its state, whatever its gradient."""
+        for group in self.param_groups:
+            check_choices(group)
+            hyper(group)
+            widths: dict[int, dict[str, int]] = {}
+            for p in group["params"]:
+                if p.numel() and (kept := self.state.get(p)):
+                    check_kept(p, kept, group, widths)
+
     def _work(self, group: dict[str, Any], params: Iterable[tuple[int, Tensor]]) -> list[Work]:
         """What a step has to do for these (number, parameter) pairs of one group: a list of slots for each backend."""
         check_choices(group)  # someone may have changed the group since
+        h = hyper(group)
         slots: dict[str, list[Slot]] = {}
         chosen: dict[tuple[Any, ...], list[Slot]] = {}
         widths: dict[int, dict[str, int]] = {}
@@ -250,13 +262,12 @@ class FOAM(Optimizer):
                     backend = choose(self.backend, p, group, (g, *kept.values()))
                     chosen[kind] = slots.setdefault(backend.name, [])
                 chosen[kind].append(Slot(p, g, kept, i))
-        return [(group, name, batch) for name, batch in slots.items()]
+        return [(h, group["rule"], name, batch) for name, batch in slots.items()]
 
     def _perform(self, work: list[Work]) -> None:
-        for group, backend, slots in work:
-            h = hyper(group)
+        for h, rule, backend, slots in work:
             torch._foreach_add_([slot.state["step"] for slot in slots], 1)
-            BACKENDS[backend].update(slots, h, group["rule"])
+            BACKENDS[backend].update(slots, h, rule)
 
     # ------------------------------------------------------------------ diagnostics
 
