@@ -6,7 +6,6 @@ median over the pairs is told. So what else the machine does falls on both sides
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -226,18 +225,10 @@ def paired(things: list[Callable[[], Any]], pairs: int, device: torch.device, wa
 
 
 def extra_memory(thing: Callable[[], Any], device: torch.device) -> int:
-    """Bytes by which the peak memory during `thing` stands above the memory before it."""
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-    else:
-        try:  # else memory that was freed but not given back would be used again unseen
-            ctypes.CDLL(None).malloc_trim(0)
-        except (OSError, AttributeError):
-            return 0
-        machine.reset_peak(device)
-        before = machine.peak_memory(device)[0]
+    """Bytes by which the peak memory during `thing` stands above the memory before it; 0 where that is unknown."""
+    memory = machine.Memory(device)
     thing()
-    return max(0, machine.peak_memory(device)[0] - before)
+    return memory.added()
 
 
 # ---------------------------------------------------------------------- the loop

@@ -20,7 +20,7 @@ from .gallery import Book, charts, open_book
 from .report import RATIOS, cell, cost_table, curves_csv, moment, sheet, write
 from .summary import flatten, perplexity, read_settings
 
-BEST = {"loss": min, "perplexity": min, "state": min, "peak": min, "tokens_per_second": max}
+LOWEST = ("loss", "perplexity", "state")  # what is marked; speed and memory of a process are not told apart from noise
 
 
 def given(folders: Sequence[Path | str]) -> bool:
@@ -149,11 +149,11 @@ def folded(sentences: Sequence[str], shown: int = 3) -> str:
 
 
 def winners(book: Book) -> str:
-    """The standings, best values marked; a flag at rates that are at the edge of what was tried."""
+    """The standings, lowest values marked; a flag at rates that are at the edge of what was tried."""
     head, *rows = standings.table(book.contest["results"])
     keys = ("", "n", "loss", "", "perplexity", "", "", "state", "peak", "tokens_per_second", "seconds")
-    values = {key: [row.result[key] for row in book.ranked if row.result[key] is not None] for key in BEST}
-    best = {key: BEST[key](found) for key, found in values.items() if len(set(found)) > 1}
+    values = {key: [row.result[key] for row in book.ranked if row.result[key] is not None] for key in LOWEST}
+    best = {key: min(found) for key, found in values.items() if len(set(found)) > 1}
     lines = []
     for row, row_texts in zip(book.rows, rows):
         cells = [f'<th scope="row">{mark(row.place)} {escape(row.arm)}</th>']
@@ -165,7 +165,7 @@ def winners(book: Book) -> str:
             cells.append(f'<td class="best"><b>{text}</b></td>' if top else f"<td>{text}</td>")
         lines.append(cells)
     legend = (
-        "Means over the n finished runs at the best rates (seeds in brackets); best values in bold. "
+        "Means over the n finished runs at the best rates (seeds in brackets); lowest loss and state in bold. "
         "Edge: the best rate is at an end of all that was tried, a better one may lie beyond."
     )
     return html_table(heads(["", "n (seeds)", *head[2:]]), lines, tight=True) + note(legend)

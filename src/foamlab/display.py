@@ -131,7 +131,7 @@ class Watch:
             f"lr {e['lr']:.2e}",
             f"{e['tokens_per_second']:,.0f} tokens/s",
             f"state {_mb(size['state'])}" if size["state"] else "",
-            f"peak {_mb(size['peak'])}",
+            f"peak {_mb(size['peak'])}" if size.get("peak") else "",
             f"{self.skipped} skipped" if self.skipped else "",
         ]
         return f"step {e['step']}/{steps}  " + "  ".join(filter(None, parts))

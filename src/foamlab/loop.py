@@ -73,6 +73,7 @@ class Training:
         self.kept: int | None = None  # step of the newest checkpoint
         self.loss: float | None = None  # of the newest evaluation
         self.recorder: record.Recorder | None = None
+        self.memory: machine.Memory | None = None  # from the first step on
 
     # ------------------------------------------------------------------ beginning
 
@@ -140,7 +141,7 @@ class Training:
         again = shlex.join(["foamlab", "train", "--resume", str(self.folder)])
         fields: dict[str, Any] = {}
         try:
-            machine.reset_peak(self.world.device)
+            self.memory = machine.Memory(self.world.device)
             finished = self.loop(asked)
             result = self.result(finished)
             status, fields = result.status, {"result": result.summary(), "bytes": result.bytes}
@@ -309,15 +310,20 @@ class Training:
         self.emit(line)
 
     def bytes(self) -> dict[str, Any]:
-        """Bytes of weights, gradients, optimizer state and, at its peak so far, of all."""
-        peak, what = machine.peak_memory(self.world.device)
-        return {
+        """Bytes of weights, gradients and optimizer state; the peak from the first step on, and what was held before.
+
+        Of a run in parts the peak is the highest of them.
+        """
+        size: dict[str, Any] = {
             "weights": checkpoint.nbytes(list(self.model.parameters())),
             "gradients": checkpoint.nbytes(self.parameters),
             "state": optimizers.state_bytes(self.optimizer),
-            "peak": peak,
-            "peak_of": what,
         }
+        was = self.recorder.peak if self.recorder else {}
+        if not self.memory:
+            return size | was
+        now = {"peak": self.memory.peak(), "peak_of": self.memory.of, "before": self.memory.before}
+        return size | (was if was.get("peak", 0) > now["peak"] and was["peak_of"] == now["peak_of"] else now)
 
     def measured(self) -> None:
         """Tell the bytes again: most optimizers make their state in the first step."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -116,33 +118,59 @@ def choose_precision(name: Precision | Literal["auto"], device: torch.device) ->
     return name, "" if any(supported) else slow
 
 
-def reset_peak(device: torch.device) -> None:
-    """Begin measuring peak memory anew, where the system allows it."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    try:
-        with open("/proc/self/clear_refs", "w") as f:
+class Memory:
+    """The peak memory of a stretch of work on one device; the stretch begins when this is made.
+
+    On CUDA it is what the allocator gave out. On CPUs it is the resident memory of the process, interpreter, libraries
+    and data included; what was freed before is first given back to the system, so that no earlier work counts.
+
+    Attributes:
+        before: bytes held at the beginning; 0 where the system does not tell.
+        of: what is measured, in words.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.clean, self.of = device, True, "CUDA allocator"
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self.before = torch.cuda.memory_allocated(device)
+            return
+        gc.collect()
+        try:
+            ctypes.CDLL(None).malloc_trim(0)
+        except (OSError, AttributeError, TypeError):  # not glibc
+            self.clean = False
+        with suppress(OSError), open("/proc/self/clear_refs", "w") as f:
             f.write("5")
-    except OSError:  # not Linux, or not allowed: the peak is then that of the whole process
-        pass
+        self.before = _resident("VmRSS")
+        self.of = "process, resident"
+        if not self.before or self.peak() > self.before + (4 << 20):  # not Linux, or the mark could not be set back
+            self.of, self.clean = "process, resident, since it began", False
+
+    def peak(self) -> int:
+        """Most bytes held at once since the beginning; 0 where the system does not tell."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        if size := _resident("VmHWM"):
+            return size
+        try:
+            import resource
+        except ImportError:  # Windows
+            return 0
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+    def added(self) -> int:
+        """Bytes by which the peak stands above the beginning; 0 where that cannot be told."""
+        return max(0, self.peak() - self.before) if self.clean else 0
 
 
-def peak_memory(device: torch.device) -> tuple[int, str]:
-    """(bytes, of what): the CUDA allocator's peak, or the resident memory of the whole process at its peak."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device), "CUDA allocator"
+def _resident(name: str) -> int:
+    """A line of Linux's /proc/self/status in bytes: VmRSS (held now), VmHWM (most ever); 0 if there is none."""
     try:
-        with open("/proc/self/status") as f:
-            return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM")), "process, resident"
+        with open("/proc/self/status", encoding="utf-8") as f:
+            return next(int(line.split()[1]) * 1024 for line in f if line.startswith(name + ":"))
     except (OSError, StopIteration):
-        pass
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0, "unknown"
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "process, resident"
+        return 0
 
 
 @contextmanager

@@ -32,6 +32,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 PACKAGES = ("torchfoam", "torch", "transformers", "tokenizers", "safetensors", "numpy")
+ENDED = ("step", "loss", "perplexity", "tokens", "seconds", "skipped")  # of a Result, kept in run.json
 TRAIN_SCALARS = ("loss", "lr", "grad_norm", "tokens_per_second")
 
 
@@ -70,7 +71,8 @@ class Result:
         loss, perplexity: of the last evaluation, in nats per token and its exponential; None if there was none.
         tokens, seconds: trained on, and the time of it without evaluation and saving; resumed parts are included.
         skipped: steps left out because loss or gradient was not finite.
-        bytes: of weights, gradients, optimizer state and peak memory (`peak_of` says of what).
+        bytes: of weights, gradients, optimizer state and peak memory (`peak_of` says of what, `before` how much of it
+            was held before the first step).
         sample: generated text.
     """
 
@@ -91,8 +93,20 @@ class Result:
 
     def summary(self) -> dict[str, Any]:
         """`result` of `run.json`."""
-        names = ("step", "loss", "perplexity", "tokens", "seconds", "tokens_per_second", "skipped")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in (*ENDED, "tokens_per_second")}
+
+    @classmethod
+    def of(cls, folder: Path, step: int) -> Result | None:
+        """How the finished run in `folder` ended; None if it is not done, or not at this step."""
+        run = read_run(folder)
+        told, size = run.info.get("result"), run.info.get("bytes")
+        if run.status != "done" or not isinstance(told, dict) or told.get("step") != step:
+            return None
+        if not {*ENDED} <= told.keys() or not isinstance(size, dict):
+            return None  # an older record, or a damaged one: the run is ended anew
+        text = folder / "sample.txt"
+        said = text.read_text(encoding="utf-8", errors="replace")[:-1] if text.is_file() else ""
+        return cls("done", folder, **{name: told[name] for name in ENDED}, bytes=size, sample=said)
 
 
 class Recorder:
@@ -121,6 +135,13 @@ class Recorder:
             write_atomically(folder / "metrics.jsonl", text)
             self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8", newline="\n")  # until `close`
         self._board = Board(folder / "tensorboard", lines) if tensorboard else None
+
+    @property
+    def peak(self) -> dict[str, Any]:
+        """What `run.json` says of the peak memory of the run so far."""
+        size = self.info.get("bytes")
+        known = {k: size[k] for k in ("peak", "peak_of", "before") if k in size} if isinstance(size, dict) else {}
+        return known if isinstance(known.get("peak"), int) and isinstance(known.get("peak_of"), str) else {}
 
     def describe(self, **fields: Any) -> None:
         """Set keys of `run.json` and write it, whole, at once."""
@@ -300,7 +321,8 @@ def circumstances(before: Mapping[str, Any], step: int, hardware: Mapping[str, A
     except (KeyError, OSError):  # a container without a user name
         user = str(os.getuid()) if hasattr(os, "getuid") else "unknown"
     begun = {"who": f"{user}@{platform.node()}", "command": shlex.join(sys.argv), "started": now()}
-    again = [*before.get("resumed", []), {**begun, "step": step}]
+    parts = before.get("resumed")
+    again = [*(parts if isinstance(parts, list) else []), {**begun, "step": step}]
     return {
         **({"resumed": again} if before else begun),
         "versions": {"python": platform.python_version(), **{n: v for n in PACKAGES if (v := installed(n))}},

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from . import pictures, plots
 from .config import UserError
-from .frame import bars, bullets, figure, frame, heads, mark, row_head, table, texts
+from .frame import bars, bullets, figure, frame, heads, mark, note, row_head, table, texts
 from .heat import heat
 from .record import now, write_atomically
 from .stats import reach
@@ -27,11 +27,13 @@ from .summary import (
     cautions,
     comparable,
     differing,
+    equal_models,
     fair_points,
     flatten,
     headline,
     part,
     perplexity,
+    same,
     summarize,
 )
 
@@ -46,56 +48,72 @@ RATIOS = (
 
 @dataclass(frozen=True)
 class Metric:
-    """One line of the summary. `best`: min, max, or None where no value is better than another."""
+    """One line of the summary. `ranked`: whether the lowest value among finished runs may be marked; None is never.
+
+    Speed, time and a process' memory are single figures with the machine's noise in them, so that no one is marked.
+    """
 
     name: str
     value: Callable[[Summary], float]
     form: str
-    best: Callable[..., float] | None = None
+    ranked: Callable[[Sequence[Summary]], bool] | None = None
+
+
+def ranked_losses(runs: Sequence[Summary]) -> bool:
+    return comparable(runs) and equal_models(runs)
+
+
+def ranked_peaks(runs: Sequence[Summary]) -> bool:
+    """The CUDA allocator's peak is the same in each repetition of a run on the same card."""
+    exact = all(part(run.run.info, "bytes", "peak_of") == "CUDA allocator" for run in runs)
+    alike = len({repr(part(run.run.info, "hardware", "gpu")) for run in runs}) == 1
+    return exact and alike and equal_models(runs) and same(runs, keys=("train.batch", "train.precision"))
 
 
 METRICS = (
-    Metric("validation loss", lambda run: run.loss, ".4f", min),
-    Metric("perplexity", lambda run: perplexity(run.loss), ",.2f", min),
-    Metric("optimizer state (MB)", lambda run: run.bytes("state") / MB, ",.2f", min),
-    Metric("peak memory (MB)", lambda run: run.bytes("peak") / MB, ",.0f", min),
-    Metric("tokens/s", lambda run: run.tokens_per_second, ",.0f", max),
-    Metric("seconds", lambda run: run.seconds, ",.1f", min),
+    Metric("validation loss", lambda run: run.loss, ".4f", ranked_losses),
+    Metric("perplexity", lambda run: perplexity(run.loss), ",.2f", ranked_losses),
+    Metric("optimizer state (MB)", lambda run: run.bytes("state") / MB, ",.2f", equal_models),
+    Metric("peak memory (MB)", lambda run: run.bytes("peak") / MB, ",.0f", ranked_peaks),
+    Metric("of it before training (MB)", lambda run: run.bytes("before") / MB, ",.0f"),
+    Metric("tokens/s", lambda run: run.tokens_per_second, ",.0f"),
+    Metric("seconds", lambda run: run.seconds, ",.1f"),
     Metric("steps", lambda run: run.steps, ",.0f"),
     Metric("learning rate", lambda run: run.lr, ".4g"),
     Metric("skipped steps", lambda run: len(run.skips), ",.0f"),
+)
+MARKED = (
+    "lowest of the finished runs, where models and data are equal; speed, time and a process' memory are single "
+    "figures, in which the machine's other work shows, and are not ranked"
 )
 
 
 class Cell(NamedTuple):
     text: str
-    best: bool = False
+    lowest: bool = False
 
 
 def summary_cells(runs: Sequence[Summary]) -> list[list[Cell]]:
-    """One row a run, one cell a metric. Best is marked among finished runs that may be compared."""
+    """One row a run, one cell a metric. The lowest is marked where `Metric.ranked` allows it and the digits tell."""
     done = [run for run in runs if run.done]
     columns = []
     for metric in METRICS:
-        ranked = [v for run in done if math.isfinite(v := metric.value(run))]
-        fair = comparable(done) if metric.name in ("validation loss", "perplexity") else True
-        if metric.name == "seconds":
-            fair = len({run.tokens for run in done}) == 1
-        marks = metric.best and fair and len(set(ranked)) > 1
-        best = metric.best(ranked) if marks and metric.best else math.nan
-        columns.append([Cell(show(v := metric.value(r), metric.form), r.done and v == best) for r in runs])
+        values = [v for run in done if math.isfinite(v := metric.value(run))]
+        texts = {show(v, metric.form) for v in values}
+        marked = show(min(values), metric.form) if len(texts) > 1 and metric.ranked and metric.ranked(done) else ""
+        columns.append([Cell(text := show(metric.value(r), metric.form), r.done and text == marked) for r in runs])
     return [list(row) for row in zip(*columns)]
 
 
 def compare_table(folders: Sequence[Path | str]) -> list[list[str]]:
-    """The summary as plain rows for a terminal: a header, then a row a run; the best of a column ends in " *".
+    """The summary as plain rows for a terminal: a header, then a row a run; what is MARKED ends in " *".
 
     Raises:
         UserError: as `summarize`.
     """
     runs = summarize(folders)
     rows = [
-        [run.label, run.run.status, *(cell.text + " *" * cell.best for cell in cells)]
+        [run.label, run.run.status, *(cell.text + " *" * cell.lowest for cell in cells)]
         for run, cells in zip(runs, summary_cells(runs))
     ]
     return [["run", "status", *(metric.name for metric in METRICS)], *rows]
@@ -186,7 +204,7 @@ def write(
 
 def summary_csv(runs: Sequence[Summary]) -> str:
     """A row a run: full precision, bytes in bytes."""
-    sizes = ("weights", "gradients", "state", "peak")
+    sizes = ("weights", "gradients", "state", "peak", "before")
     head = ["run", "status", "optimizer", "seed", "loss", "perplexity", "tokens", "seconds", "tokens_per_second"]
     rows: list[list[Any]] = [[*head, "steps", "lr", "skipped", *(f"{name}_bytes" for name in sizes)]]
     for run in runs:
@@ -266,15 +284,17 @@ def _keys(trees: Any) -> list[str]:
 
 def summary_table(runs: Sequence[Summary]) -> str:
     """Runs side by side, or one row a run when they are many."""
+    cells_of = summary_cells(runs)
     cells = [
-        [f'<td class="best"><b>{c.text}</b> <small>best</small></td>' if c.best else f"<td>{c.text}</td>" for c in row]
-        for row in summary_cells(runs)
+        [f'<td class="best"><b>{c.text}</b></td>' if c.lowest else f"<td>{c.text}</td>" for c in row]
+        for row in cells_of
     ]
+    legend = note(f"Marked: {MARKED}.") if any(c.lowest for row in cells_of for c in row) else ""
     if len(runs) <= SIDE_BY_SIDE:
         rows = [[f'<th scope="row">{m.name}</th>', *column] for m, column in zip(METRICS, zip(*cells))]
-        return table(["<th></th>", *map(name, range(len(runs)), runs)], rows)
+        return table(["<th></th>", *map(name, range(len(runs)), runs)], rows) + legend
     heads = [f'<th scope="col">{metric.name}</th>' for metric in METRICS]
-    return table(["<th>run</th>", *heads], [[name(i, runs[i], "row"), *row] for i, row in enumerate(cells)])
+    return table(["<th>run</th>", *heads], [[name(i, runs[i], "row"), *row] for i, row in enumerate(cells)]) + legend
 
 
 def name(index: int, run: Summary, scope: str = "col") -> str:

@@ -188,6 +188,12 @@ def comparable(runs: Sequence[Summary]) -> bool:
     return same(runs, keys=("train.eval_tokens",))
 
 
+def equal_models(runs: Sequence[Summary]) -> bool:
+    """Whether all runs train the same model, to the number of its parameters; settings not known count as no."""
+    keys = [key for run in runs for key in run.settings if key.startswith("model.")]
+    return same(runs, data=False, keys=keys) and len({run.parameters for run in runs}) < 2
+
+
 @dataclass(frozen=True)
 class Arm:
     """Runs that differ in nothing but the seed."""
@@ -236,16 +242,14 @@ def headline(runs: Sequence[Summary]) -> list[str]:
     else:
         said += _contest(ranked)
     done = [run for run in runs if run.done]
-    for what, values, form in (
-        ("Optimizer state", [run.bytes("state") / 1e6 for run in done], "{:,.2f} MB"),
-        ("Speed", [run.tokens_per_second for run in done], "{:,.0f} tokens/s"),
-    ):
-        known = sorted((v, run.label) for v, run in zip(values, done) if math.isfinite(v))
-        if len(known) > 1 and known[0][0] < known[-1][0]:
-            (low, a), (high, b) = known[0], known[-1]
-            said.append(f"{what}: from {form.format(low)} ({a}) to {form.format(high)} ({b}).")
-        elif known:
-            said.append(f"{what}: {form.format(known[0][0])}{' in every run' if len(known) > 1 else ''}.")
+    known = sorted((v, run.label) for run in done if math.isfinite(v := run.bytes("state") / 1e6))
+    if len(known) > 1 and known[0][0] < known[-1][0] and equal_models(done):
+        (low, a), (high, b) = known[0], known[-1]
+        said.append(f"Optimizer state: from {low:,.2f} MB ({a}) to {high:,.2f} MB ({b}).")
+    elif known and known[0][0] == known[-1][0]:
+        said.append(f"Optimizer state: {known[0][0]:,.2f} MB{' in every run' if len(known) > 1 else ''}.")
+    if len(done) == 1 and math.isfinite(speed := done[0].tokens_per_second):
+        said.append(f"Speed: {speed:,.0f} tokens/s.")
     return said
 
 
@@ -355,7 +359,7 @@ def _fairness(ranked: list[Arm], ran: list[Summary], tuned: Sequence[str]) -> li
     seeds = {tuple(sorted(map(repr, arm.by_seed))) for arm in ranked}
     if not same(ran, keys=("train.batch",)) or len(seeds) > 1:
         said.append("Data, batch size or seeds differ between settings: the batches were not the same.")
-    if not same(ran, data=False, keys=[k for run in ran for k in run.settings if k.startswith("model.")]):
+    if not equal_models(ran):
         said.append("The models differ between runs: a difference is not the optimizer's alone.")
     rates: dict[str, set[float]] = {}
     for run in ran:
@@ -368,7 +372,8 @@ def _fairness(ranked: list[Arm], ran: list[Summary], tuned: Sequence[str]) -> li
         said.append("The hardware differs between runs: seconds, tokens/s and peak memory do not compare.")
     else:
         said.append(
-            "Seconds and tokens/s were taken once a run, not by a benchmark: other work on the machine shows in them."
+            "Seconds and tokens/s were taken once a run: other work on the machine shows in them. What an optimizer's "
+            "step costs, `foamlab bench step` measures in interleaved pairs."
         )
     return said
 

@@ -5,7 +5,6 @@ The loop itself is `loop.py`. Nothing is printed here: see `on_event`.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ import torch
 from . import checkpoint, data, fit, machine, models, optimizers, record, thrift
 from .config import RunConfig, TrainConfig, UserError
 from .loop import PLACE, OnEvent, Result, Training, plain
+from .reading import parse_json
 from .signals import stop_requests
 
 __all__ = ["Result", "train"]
@@ -68,8 +68,13 @@ def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = 
             saved = checkpoint.load(source)
             if missing := [key for key in (*PLACE, "optimizer", "remark", "config", "data") if key not in saved]:
                 raise UserError(f"{source} lacks {', '.join(missing)}: it was not written by foamlab train")
-            for message in changes(json.loads(saved["config"]), plain(config), source):
+            was = parse_json(saved["config"], f"the settings in {source / checkpoint.TRAINING}")
+            for message in changes(was, plain(config), source):
                 emit({"kind": "note", "message": message})
+            if saved["step"] == t.steps and (over := Result.of(folder, t.steps)):
+                more = f"to go on, give --train.steps above {t.steps}"
+                emit({"kind": "note", "message": f"{folder} is finished, nothing is changed; {more}"})
+                return over
             if not world.rank and (held := record.lock(folder)) is not None:
                 os.close(held)  # only looked at, before the text is read: the recorder takes it for good
         else:
@@ -95,6 +100,7 @@ def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = 
             run = Training(config, world, corpus, model, optimizers.build(config.optimizer, model), emit)
             if resume is not None:
                 run.restore(source, saved)
+                saved.clear()  # it holds a second optimizer state
             with stop_requests() as asked:
                 run.open(folder, (lambda: folder) if resume is not None else (lambda: new_folder(config)))
                 return run.go(asked)

@@ -111,7 +111,6 @@ def test_page_says_what_the_runs_show(pair: list[Path], tmp_path: Path) -> None:
     assert headline(summarize(pair))[0] == first and first in seen.text
     for words in (
         "Optimizer state: from 2.50 MB (foam-1) to 8.00 MB (adamw-1).",
-        "Speed: 20,480 tokens/s in every run.",
         "with one seed only",
         "models of at most 1,000,000 parameters, at most 819,200 tokens",
         "the same batches in the same order",
@@ -127,14 +126,59 @@ def test_page_says_what_the_runs_show(pair: list[Path], tmp_path: Path) -> None:
     assert "default-src 'none'" in str(seen.tags)
 
 
-def test_terminal_table_marks_the_best(pair: list[Path]) -> None:
+def marked(folders: list[Path]) -> dict[str, list[str]]:
+    """metric -> the runs in which it is marked."""
+    head, *rows = compare_table(folders)
+    return {name: who for k, name in enumerate(head) if (who := [row[0] for row in rows if row[k].endswith(" *")])}
+
+
+def rewrite(folder: Path, **bytes_: Any) -> None:
+    """Change what run.json says of bytes."""
+    info = json.loads((folder / "run.json").read_text())
+    info["bytes"] |= bytes_
+    (folder / "run.json").write_text(json.dumps(info))
+
+
+def test_the_lowest_is_marked_where_it_can_be_told(pair: list[Path]) -> None:
+    rewrite(pair[0], peak=4e8, before=2.5e8, peak_of="process, resident")
     head, foam, adamw = compare_table(pair)
     assert len(head) == len(foam) == len(adamw)
     told = dict(zip(head, foam))
     assert told["validation loss"] == "1.5161 *" and told["optimizer state (MB)"] == "2.50 *"
     assert told["perplexity"] == f"{math.exp(1.5 + 6.5 * math.exp(-6)):.2f} *"
-    assert told["tokens/s"] == "20,480" and told["steps"] == "400" and told["skipped steps"] == "0"  # equal: no mark
-    assert not any("*" in cell for cell in adamw)
+    assert told["peak memory (MB)"] == "400" and told["of it before training (MB)"] == "250"
+    assert marked(pair) == {name: ["foam-1"] for name in ("validation loss", "perplexity", "optimizer state (MB)")}
+    text = page(summarize(pair))
+    assert text.count('class="best"') == 3 and "Marked: lowest of the finished runs" in text
+
+
+def test_speed_and_a_process_memory_are_never_marked_nor_told(tmp_path: Path) -> None:
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", "adamw")
+    lines = (a / "metrics.jsonl").read_text().splitlines()
+    quick = [json.dumps({**line, "seconds": line["seconds"] * 0.9}) for line in map(json.loads, lines)]
+    (a / "metrics.jsonl").write_text("\n".join(quick) + "\n")
+    rewrite(b, peak=9.2e8)
+    assert marked([a, b]) == {}  # one loss, one state; speed 11 % apart, peak 50 %
+    assert not any("peed" in said for said in headline(summarize([a, b])))
+    assert "`foamlab bench step`" in " ".join(cautions(summarize([a, b])))
+    assert headline(summarize([b]))[-1] == "Speed: 20,480 tokens/s."
+
+
+def test_unequal_models_are_not_ranked(tmp_path: Path) -> None:
+    a = make_run(tmp_path / "small", state=1e6)
+    b = make_run(tmp_path / "large", "adamw", 1.2, settings={"model.name": "llama-10m"})
+    assert marked([a, b]) == {} and not any("state" in said for said in headline(summarize([a, b])))
+
+
+def test_what_the_cuda_allocator_counted_is_ranked_on_equal_cards(tmp_path: Path) -> None:
+    pair = [make_run(tmp_path / "a"), make_run(tmp_path / "b", "adamw")]
+    for folder, peak in zip(pair, (5e9, 6e9)):
+        rewrite(folder, peak=peak, peak_of="CUDA allocator")
+    assert marked(pair) == {"peak memory (MB)": ["a"]}
+    rewrite(pair[1], peak=5.0001e9)
+    assert marked(pair) == {}  # the same in the digits shown
+    rewrite(pair[1], peak=6e9, peak_of="process, resident")
+    assert marked(pair) == {}
 
 
 def test_unfinished_runs_are_shown_but_not_ranked(tmp_path: Path, pair: list[Path]) -> None:

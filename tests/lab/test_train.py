@@ -99,10 +99,58 @@ def test_resume_from_an_older_checkpoint_drops_what_came_later(home: Path, tmp_p
 
 
 def test_resuming_a_finished_run_changes_nothing(home: Path, tmp_path: Path) -> None:
-    first = train(small.config(home, tmp_path / "run"))
-    before = small.metrics(tmp_path / "run")
-    again = train(small.config(home, tmp_path / "run"), resume=tmp_path / "run")
-    assert (again.loss, again.step, small.metrics(tmp_path / "run")) == (first.loss, first.step, before)
+    c = small.config(home, tmp_path / "run", sample="the foam")
+    first = train(c)
+    before, notes = small.tree(tmp_path / "run"), []
+    again = train(c, resume=tmp_path / "run", on_event=notes.append)
+    assert again == first and small.tree(tmp_path / "run") == before
+    assert [e["kind"] for e in notes] == ["note"] and "is finished" in notes[0]["message"]
+    assert "--train.steps above 6" in notes[0]["message"]
+
+
+def test_what_was_killed_after_its_last_step_is_ended_and_keeps_its_peak(home: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    first = train(small.config(home, out))
+    info = json.loads((out / "run.json").read_text())
+    info |= {"status": "running", "bytes": {**info["bytes"], "peak": 2**50, "before": 7}}
+    del info["result"], info["ended"]
+    (out / "run.json").write_text(json.dumps(info))
+    again = train(small.config(home, out), resume=out)
+    told = json.loads((out / "run.json").read_text())
+    assert told["status"] == "done" and told["result"]["loss"] == first.loss == again.loss
+    assert (told["bytes"]["peak"], told["bytes"]["before"]) == (2**50, 7)  # the first part's, which was higher
+    assert told["bytes"]["peak_of"] == info["bytes"]["peak_of"]
+
+
+def test_memory_counts_from_its_own_beginning() -> None:
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("Linux only")
+    held = [bytes(3000) for _ in range(40_000)]  # too small to go back to the system when they are freed
+    full, pin = machine.Memory(torch.device("cpu")).before, held.pop()
+    del held
+    memory = machine.Memory(torch.device("cpu"))
+    assert memory.of == "process, resident" and memory.before < full - 0.8 * 120e6
+    assert memory.added() < 20e6
+    block = bytearray(50 << 20)
+    assert 50e6 < memory.added() < 80e6 and memory.peak() - memory.before == memory.added()
+    del block, pin
+
+
+def test_the_peak_is_that_of_the_steps(home: Path, tmp_path: Path) -> None:
+    """What the process held before, and gave back, does not count; what a step holds does."""
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("Linux only")
+    size = 160 << 20
+    torch.ones(size // 2)  # given back, but the process' peak remembers
+    plain_run = train(small.config(home, tmp_path / "a", steps=2)).bytes
+    assert plain_run["before"] < plain_run["peak"] < plain_run["before"] + size / 3
+
+    def heavy(event: dict[str, Any]) -> None:
+        if event["kind"] == "train" and event["step"] == 2:
+            torch.ones(size // 4)
+
+    held = train(small.config(home, tmp_path / "b", steps=2), on_event=heavy).bytes
+    assert held["before"] + 0.9 * size < held["peak"] < held["before"] + 1.4 * size
 
 
 @pytest.mark.parametrize(
