@@ -143,6 +143,78 @@ def test_other_parameters_are_refused() -> None:
         from_adamw(FOAM(model), wrong, params=model.parameters())
 
 
+def test_optimizers_without_adams_moments_are_refused_before_and_after_their_first_step() -> None:
+    model = toy()
+    sgd, adamax = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), torch.optim.Adamax(model.parameters())
+    opt = FOAM(model)
+    before = copy.deepcopy(opt.state_dict())
+    for _ in range(2):
+        for source, named in ((sgd, "SGD"), (sgd.state_dict(), "a state dict")):
+            with pytest.raises(
+                ValueError, match=f"got {named}, whose groups have no `betas`: .* begin with a new FOAM"
+            ):
+                from_adamw(opt, source, params=list(model.parameters()))
+        for own in (FOAM(model), FOAM(model).state_dict()):
+            with pytest.raises(ValueError, match=r"got FOAM's own state: use opt.load_state_dict"):
+                from_adamw(opt, own)
+        train(model, sgd, 1)
+    train(model, adamax, 1)
+    with pytest.raises(ValueError, match=r"not the state of an Adam but .*exp_inf"):
+        from_adamw(opt, adamax)
+    assert same(before, opt.state_dict())
+
+
+def test_names_find_the_weights_through_wrappers_and_in_any_order() -> None:
+    class Pair(nn.Module):
+        def __init__(self, order: str) -> None:
+            super().__init__()
+            for name in order:
+                setattr(self, name, nn.Linear(8, 8))
+
+    plain = Pair("ab")
+    adamw = torch.optim.AdamW(list(plain.named_parameters()))
+    for k, p in enumerate(plain.parameters()):
+        p.grad = torch.full_like(p, k + 1.0)
+    adamw.step()
+    saved = adamw.state_dict()
+    expected = {name: adamw.state[p]["exp_avg"].flatten()[0] for name, p in plain.named_parameters()}
+    for model in (Pair("ba"), nn.DataParallel(Pair("ba")), torch.compile(Pair("ba"))):
+        inner = getattr(model, "module", getattr(model, "_orig_mod", model))
+        opt = from_adamw(FOAM(model), copy.deepcopy(saved))
+        assert {name: opt.state[p]["m"].flatten()[0] for name, p in inner.named_parameters()} == expected
+        with pytest.raises(ValueError, match="`params` are in another order than the state dict"):
+            from_adamw(FOAM(model), copy.deepcopy(saved), params=model.parameters())
+    wrapped = torch.optim.AdamW(list(nn.DataParallel(plain).named_parameters()))
+    wrapped.load_state_dict(saved)
+    other = Pair("ba")
+    opt = from_adamw(FOAM(other), wrapped.state_dict())
+    assert {name: opt.state[p]["m"].flatten()[0] for name, p in other.named_parameters()} == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "damage", "message"),
+    [
+        ("exp_avg", lambda x: x * float("nan"), "m has values from nan"),
+        ("exp_avg_sq", lambda x: -x - 1, "v has values from"),
+        ("exp_avg_sq", lambda x: x[:-1], r"AdamW's moment has shape \(6, 10\)"),
+        ("exp_avg_sq", lambda x: x.to_sparse(), "exp_avg_sq is a Tensor .*, not a plain dense tensor"),
+        ("exp_avg", lambda x: x.to("meta"), "m is on the meta device"),
+        ("exp_avg", lambda x: x.tolist(), "exp_avg is a list, not a tensor"),
+        ("step", lambda x: x - 9, "step has values from -5"),
+        ("step", lambda x: "4", "not a count of steps: '4'"),
+    ],
+)
+def test_a_damaged_state_is_refused_by_name_and_nothing_changes(key: str, damage: Any, message: str) -> None:
+    model, adamw = stepped()
+    opt = FOAM(model)
+    state = adamw.state[model.up.weight]
+    state[key] = damage(state[key])
+    before = everything(opt)
+    with pytest.raises(ValueError, match=f"up.weight: {message}"):
+        from_adamw(opt, adamw)
+    assert same(before, everything(opt))
+
+
 # ---------------------------------------------------------------------- in AdamW's place, at AdamW's rate
 
 

@@ -7,16 +7,20 @@ import io
 import pickle
 import sys
 from collections.abc import Callable
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import state_dict as dcp
+from torch.optim.swa_utils import AveragedModel
 
 from problems import Toy, everything, numbers, same, toy, train
-from torchfoam import FOAM
+from torchfoam import FOAM, param_groups
+from torchfoam.names import bare
 from torchfoam.saved import FORMAT
 
 STORED = Path(__file__).parent / "data"
@@ -109,10 +113,33 @@ def drop(kept: dict[Any, Any], key: Any) -> None:
     del kept[key]
 
 
+def put(kept: list[Any], i: int, x: Any) -> None:
+    kept[i] = x
+
+
+def renamed(saved: dict[str, Any], old: str, new: str) -> None:
+    names = saved["param_groups"][0]["param_names"]
+    names[names.index(old)] = new
+
+
+def on(saved: dict[str, Any], i: int, name: str, change: Callable[[Tensor], Tensor]) -> None:
+    saved["state"][i][name] = change(saved["state"][i][name])
+
+
+def with_first(x: Tensor, value: float) -> Tensor:
+    x.view(-1)[0] = value
+    return x
+
+
+class Wrapped(Tensor):
+    """As DTensor and quantised weights are: a tensor, but not torch's own kind."""
+
+
 REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "shape": (
         lambda d: cut(d, "v"),
-        r"group 1 \(unfolded\), parameter \d+: v was saved as torch.float32 \(2,\), this one has torch.float32 \(3,\)",
+        r"group 1 \(unfolded\), parameter 8 \(dead.bias\): v was saved as torch.float32 \(2,\), this one has "
+        r"torch.float32 \(3,\)",
     ),
     "dtype": (lambda d: d["state"][0].update(m=d["state"][0]["m"].bfloat16()), "m was saved as torch.bfloat16"),
     "a missing moment": (lambda d: drop(d["state"][0], "v"), r"saved state \['m', 'step'\], expected"),
@@ -138,10 +165,37 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         "saved with state='bfloat16', this optimizer has 'float32'",
     ),
     "a newer format": (lambda d: d["param_groups"][1].update(format=99), "written by a newer torchfoam"),
-    "another order": (
-        lambda d: d["param_groups"][0]["param_names"].reverse(),
-        r"group 0 \(folded\), parameter 0: saved as 'dead.weight', this optimizer has 'up.weight' there",
+    "another name": (
+        lambda d: renamed(d, "up.weight", "top.weight"),
+        r"group 0 \(folded\), parameter 0: this optimizer has 'up.weight' there, the state dict 'top.weight'",
     ),
+    "a name twice": (lambda d: renamed(d, "up.weight", "down.weight"), "names do not match one to one"),
+    "a name too few": (lambda d: d["param_groups"][0]["param_names"].pop() and None, "not a name for each of 3 param"),
+    "names of a wrong type": (lambda d: d["param_groups"][0].update(param_names=[1, 2, 3]), "not a name for each"),
+    "a parameter twice": (lambda d: put(d["param_groups"][0]["params"], 1, 0), "has parameter 0 twice"),
+    "a number that is none": (lambda d: put(d["param_groups"][0]["params"], 1, [1]), r"parameter's number is \[1\]"),
+    "state of nobody": (lambda d: d["state"].update({99: {}}), "state of a parameter 99 that none of its groups has"),
+    "no level": (lambda d: drop(d["param_groups"][0], "level"), "does not say its level, this optimizer has 2"),
+    "no rule": (lambda d: drop(d["param_groups"][1], "rule"), "does not say its rule, this optimizer has 'adam'"),
+    "sparse": (lambda d: on(d, 0, "m", Tensor.to_sparse), r"\(up.weight\): m is a Tensor \(torch.sparse_coo\), not"),
+    "meta": (lambda d: on(d, 0, "v", lambda x: x.to("meta")), r"\(up.weight\): v is on the meta device"),
+    "a subclass": (lambda d: on(d, 0, "v", lambda x: x.as_subclass(Wrapped)), r"\(up.weight\): v is a Wrapped"),
+    "NaN": (
+        lambda d: on(d, 0, "m", lambda x: with_first(x, nan)),
+        r"\(up.weight\): m has values from nan to nan, which",
+    ),
+    "an infinite moment": (lambda d: on(d, 0, "m", lambda x: with_first(x, -inf)), "m has values from -inf to"),
+    "NaN in v": (lambda d: on(d, 8, "v", lambda x: with_first(x, nan)), r"\(dead.bias\): v has values from nan"),
+    "a negative square": (lambda d: on(d, 0, "v", lambda x: with_first(x, -1e-9)), "v has values from -1e-09 to"),
+    "a negative step": (lambda d: on(d, 0, "step", lambda x: x - 9), "step has values from -7 to -7"),
+    "half a step": (lambda d: on(d, 0, "step", lambda x: x + 0.5), "step has values from 2.5 to 2.5"),
+    "an infinite step": (lambda d: on(d, 0, "step", lambda x: x + inf), "step has values from inf"),
+    "a switch": (lambda d: d["param_groups"][1].update(maximize="no"), r"\(unfolded\): maximize must be True or False"),
+    "a rate without a value": (
+        lambda d: d["param_groups"][1].update(lr=torch.tensor(0.1, device="meta")),
+        "lr is on the meta device",
+    ),
+    "a format that is none": (lambda d: d["param_groups"][1].update(format=True), "not a FOAM state dict"),
     "a nonsense rate": (lambda d: d["param_groups"][1].update(lr="fast"), "lr must be a number"),
     "groups of a wrong type": (lambda d: d.update(param_groups=[1, 2]), "not a parameter group of a state dict: 1"),
     "groups of no type": (lambda d: d.update(param_groups=3), "not an optimizer state dict"),
@@ -184,14 +238,195 @@ def test_options_added_later_are_filled_in() -> None:
     opt = FOAM(model, lr=0.01)
     saved = copy.deepcopy(opt.state_dict())
     for group in saved["param_groups"]:
-        for key in ("seed", "stochastic", "second_moment", "momentum", "param_names"):
+        for key in ("seed", "stochastic", "momentum", "param_names"):
             del group[key]
     before = everything(opt)
     opt.load_state_dict(saved)
     assert same(before, everything(opt))
 
 
+@pytest.mark.parametrize("state", ["int8", "bfloat16", "param"])
+def test_damage_shows_in_narrow_state_too(state: str) -> None:
+    model = toy(torch.bfloat16)
+    opt = FOAM(model, lr=0.01, state=state)
+    train(model, opt, 2)
+    saved = copy.deepcopy(opt.state_dict())
+    kept = saved["state"][0]
+    if state == "int8":
+        kept["v_exponent"][0, 0], kept["v"][0, 0] = 255, 255
+    else:
+        kept["v"][0, 0] = nan
+    before = everything(opt)
+    with pytest.raises(ValueError, match=r"\(up.weight\): v has values from nan to nan"):
+        opt.load_state_dict(saved)
+    assert same(before, everything(opt))
+
+
+@pytest.mark.parametrize("state", ["float32", "int8"])
+def test_a_square_that_overflowed_is_no_damage(state: str) -> None:
+    w = nn.Parameter(torch.ones(3, 8))
+    opt = FOAM([w], state=state)
+    w.grad = torch.full_like(w, 1e30)
+    opt.step()
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+
+
+# ---------------------------------------------------------------------- names, wrappers, order
+
+
+class Pair(nn.Module):
+    """Two layers of one shape, and two vectors, in either order."""
+
+    def __init__(self, order: str = "ab") -> None:
+        super().__init__()
+        for name in order:
+            setattr(self, name, nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh())
+
+
+def trained(model: nn.Module, **options: Any) -> FOAM:
+    opt = FOAM(model, lr=0.01, **options)
+    for _ in range(2):
+        opt.zero_grad()
+        model(numbers(4, 8).float()).square().sum().backward()
+        opt.step()
+    return opt
+
+
+class Fsdp(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._fsdp_wrapped_module = model
+
+
+def inside(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], nn.Module]:
+    def apply(model: nn.Module) -> nn.Module:
+        model.a = wrap(model.a)
+        return model
+
+    return apply
+
+
+WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "nothing": lambda m: m,
+    "compile": torch.compile,
+    "DataParallel": nn.DataParallel,
+    "an average": AveragedModel,
+    "both": lambda m: nn.DataParallel(torch.compile(m)),
+    "a checkpointed layer": inside(checkpoint_wrapper),
+    "a compiled layer": inside(torch.compile),
+    "FSDP, outside and inside": lambda m: Fsdp(inside(Fsdp)(m)),
+}
+
+
+def by_name(opt: FOAM) -> dict[str, Any]:
+    return {bare(name): opt.state[p] for g in opt.param_groups for name, p in zip(g["param_names"], g["params"])}
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=list(WRAPS))
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_moments_are_those_of_the_same_weights_whatever_wraps_them(wrap: Any, order: str) -> None:
+    torch.manual_seed(0)
+    plain = trained(Pair("ab"))
+    wrapped = FOAM(wrap(Pair(order)))
+    wrapped.load_state_dict(copy.deepcopy(plain.state_dict()))
+    assert same(by_name(wrapped), by_name(plain)) and len(by_name(plain)) == 4
+    back = FOAM(Pair("ab"))
+    back.load_state_dict(copy.deepcopy(wrapped.state_dict()))
+    assert same(back.state_dict()["state"], plain.state_dict()["state"])
+
+
+def test_names_are_compared_group_by_group() -> None:
+    opt = trained(Pair())
+    other = FOAM(Pair())
+    for group in other.param_groups:
+        group["param_names"] = [name.replace("a.", "c.") for name in group["param_names"]]
+    with pytest.raises(
+        ValueError, match=r"parameter 0: this optimizer has 'c.weight' there, the state dict 'a.weight'"
+    ):
+        other.load_state_dict(opt.state_dict())
+    saved = copy.deepcopy(opt.state_dict())
+    for group in saved["param_groups"]:
+        del group["param_names"]
+    other.load_state_dict(saved)  # then the order decides, as the message says
+    assert same(other.state_dict()["state"], opt.state_dict()["state"])
+    alone = {"b.weight": {"lr": 0.1}}
+    split, swapped = (FOAM(param_groups(Pair(order), overrides=alone)) for order in ("ab", "ba"))
+    with pytest.raises(
+        ValueError, match=r"parameter 0: this optimizer has 'b.weight' there, the state dict 'a.weight'"
+    ):
+        swapped.load_state_dict(split.state_dict())
+
+
+def test_a_part_called_module_is_no_wrapper_where_names_would_run_together() -> None:
+    model = nn.ModuleDict({"x": nn.Linear(8, 8, bias=False)})
+    model["x"].module = nn.Linear(8, 8, bias=False)
+    opt, other = FOAM(model), FOAM(torch.compile(model))
+    opt.state[model["x"].weight]["m"].fill_(1)
+    again = FOAM(model)
+    again.load_state_dict(opt.state_dict())
+    assert same(again.state_dict(), opt.state_dict())
+    with pytest.raises(ValueError, match="names do not match one to one"):
+        other.load_state_dict(opt.state_dict())
+
+
+def test_two_models_in_one_optimizer_share_names_and_keep_their_order() -> None:
+    models = [Pair(), Pair()]
+    opt, other = (FOAM([pair for m in models for pair in m.named_parameters()]) for _ in range(2))
+    for k, p in enumerate(p for m in models for p in m.parameters()):
+        opt.state[p]["m"].fill_(k)
+    other.load_state_dict(opt.state_dict())
+    assert same(other.state_dict(), opt.state_dict())
+
+
+def test_exchanged_states_of_its_own_are_exchanged() -> None:
+    opt = trained(Pair())
+    saved = opt.state_dict()  # its very tensors
+    saved["state"][0], saved["state"][1] = saved["state"][1], saved["state"][0]
+    expected = copy.deepcopy(saved)
+    opt.load_state_dict(saved)
+    assert same(opt.state_dict()["state"], expected["state"])
+
+
 # ---------------------------------------------------------------------- torch.distributed.checkpoint
+
+
+# the others torch's own names do not see through
+@pytest.mark.parametrize("wrap", ["nothing", "compile", "a checkpointed layer", "a compiled layer"])
+@pytest.mark.parametrize("flat", [False, True])
+def test_distributed_checkpoints_find_the_same_weights(wrap: str, flat: bool) -> None:
+    how = dcp.StateDictOptions(flatten_optimizer_state_dict=flat)
+    plain = Pair("ab")
+    opt = trained(plain)
+    other = WRAPS[wrap](Pair("ba"))
+    again = FOAM(other)
+    dcp.set_optimizer_state_dict(other, again, dcp.get_optimizer_state_dict(plain, opt, options=how), options=how)
+    assert same(by_name(again), by_name(opt))
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_a_distributed_checkpoint_of_a_part_goes_by_torchs_own_names(order: str) -> None:
+    whole, other = nn.ModuleDict({"part": Pair("ab")}), nn.ModuleDict({"part": Pair(order)})
+    opt, again = trained(whole["part"]), FOAM(other["part"])
+    dcp.set_optimizer_state_dict(other, again, dcp.get_optimizer_state_dict(whole, opt))
+    assert same(by_name(again), by_name(opt))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_empty_group_survives_a_distributed_checkpoint(place: int) -> None:
+    def make() -> tuple[nn.Module, FOAM]:
+        model = Pair()
+        groups: list[dict[str, Any]] = [{"params": list(layer.parameters())} for layer in (model.a, model.b)]
+        groups.insert(place, {"params": [], "lr": 0.5})
+        return model, FOAM(groups, lr=0.01)
+
+    (model, opt), (other, again) = make(), make()
+    model(numbers(4, 8).float()).square().sum().backward()
+    opt.step()
+    dcp.set_optimizer_state_dict(other, again, dcp.get_optimizer_state_dict(model, opt))
+    assert same(again.state_dict(), opt.state_dict())
 
 
 @pytest.mark.parametrize("options", [*OPTIONS.values(), {"lr": torch.tensor(0.01)}], ids=[*OPTIONS, "tensor lr"])

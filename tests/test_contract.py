@@ -5,15 +5,20 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler as schedules
 
 from problems import Toy, allocated, everything, numbers, same, toy, train
-from torchfoam import FOAM, param_groups
+from torchfoam import FOAM, GradientRelease, param_groups
+from torchfoam.options import OPTIONS
+from torchfoam.state import open_moment
 
 KINDS: dict[str, dict[str, Any]] = {
     "adamw": {"level": 0},
@@ -399,6 +404,21 @@ def test_state_is_folded(level: Any, state: str, bytes_a_weight: float) -> None:
         ({"level": -1}, "level must be an integer >= 0 or 'row', got -1"),
         ({"level": "2"}, "level must be an integer >= 0 or 'row', got '2'"),
         ({"level": True}, "level must be"),
+        ({"lr": 10**400}, "lr must be"),
+        ({"lr": True}, "lr must be"),
+        ({"betas": ("0.9", 0.99)}, "beta1 must be"),
+        ({"betas": (torch.tensor(0.9), 0.99)}, "beta1 must be"),
+        ({"scale": "1"}, "scale must be"),
+        ({"momentum": None}, "momentum must be"),
+        ({"seed": True}, "seed must be an integer, got True"),
+        ({"rule": None}, "unknown rule None"),
+        ({"rule": ["adam"]}, r"unknown rule \['adam'\]"),
+        ({"adjust_lr": 1}, "unknown adjust_lr 1"),
+        *(
+            ({name: value}, f"{name} must be True or False, got {value!r}")
+            for name in ("maximize", "nesterov", "stochastic", "capturable")
+            for value in ("no", 0, None, 1.0)
+        ),
         ({"rule": "adamw"}, "unknown rule 'adamw'; did you mean 'adam'\\? known: adam"),
         ({"second_moment": "mean"}, "unknown second_moment 'mean'; .*known: mean_square, square_mean"),
         (
@@ -462,6 +482,8 @@ def test_a_misspelt_option_is_refused_and_a_trainers_own_key_is_kept() -> None:
         ({}, {"second_moment": "mean"}),
         ({}, {"state": "int8"}),
         ({"state": "int8"}, {"state": "float32"}),
+        ({}, {"state": "bfloat16"}),
+        ({"state": "bfloat16"}, {"state": "float32"}),
     ],
     ids=str,
 )
@@ -483,6 +505,88 @@ def test_what_a_group_cannot_change_in_mid_run(before: dict[str, Any], after: di
             opt.step()
         opt.param_groups[1].update(options)
         assert same(kept, everything(opt)) == bool(now)  # the other group has not stepped either
+
+
+NONSENSE: dict[str, Any] = {
+    "lr": "fast", "betas": 0.9, "eps": -1.0, "weight_decay": None, "level": "2", "rule": 3, "scale": float("nan"),
+    "residual": True, "residual_in_v": "0.1", "second_moment": "mean", "bias_correction": True, "state": "float16", "stochastic": "no", "seed": 0.5, "momentum": 1.0,
+    "nesterov": 1, "adjust_lr": None, "maximize": "no", "capturable": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("how", ["changed", "deleted"])
+@pytest.mark.parametrize("release", [False, True])
+def test_a_group_spoilt_between_steps_is_refused_before_anything_moves(option: str, how: str, release: bool) -> None:
+    vector, matrix = nn.Parameter(torch.ones(3)), nn.Parameter(numbers(3, 16).float())
+    opt = FOAM([{"params": [vector], "level": 0}, {"params": [matrix], "level": 2}])
+    before = everything(opt)
+    group, sound = opt.param_groups[1], opt.param_groups[1][option]
+    if how == "changed":
+        group[option] = NONSENSE[option]
+    else:
+        del group[option]
+    with pytest.raises(ValueError, match=f"^the group has no '{option}'" if how == "deleted" else option[:4]):
+        if release:
+            with GradientRelease(opt):
+                matrix.sum().backward()
+        else:
+            vector.grad, matrix.grad = torch.ones(3), numbers(3, 16).float()
+            opt.step()
+    group[option] = sound
+    assert same(before, everything(opt))
+
+
+def test_numbers_of_any_kind_are_numbers() -> None:
+    ends = []
+    for kind in (float, Fraction, np.float32, np.float64):
+        for backend in ("cpu", "eager"):
+            w = nn.Parameter(numbers(3, 16).float())
+            options = {name: kind(0.5) for name in ("lr", "eps", "weight_decay", "scale", "residual", "momentum")}
+            opt = FOAM([w], betas=(kind(0.5), kind(0.75)), backend=backend, **options)
+            for t in range(3):
+                w.grad = numbers(3, 16, seed=t).float()
+                opt.step()
+            ends.append(w.detach())
+    assert all(same(a, b) for a, b in zip(ends[2:], ends))
+
+
+# ---------------------------------------------------------------------- weights recast after construction
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "param"])
+@pytest.mark.parametrize("rule", ["adam", "mini", "muon"])
+@pytest.mark.parametrize("to", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_state_follows_weights_that_are_recast(dtype: Any, to: Any, rule: str, kind: str) -> None:
+    model = toy(dtype)
+    opt = FOAM(model, lr=0.01, rule=rule, state=kind)
+    fresh = FOAM(toy(to), lr=0.01, rule=rule, state=kind)
+    train(model, opt, 2)
+    before = {p: open_moment(opt.state[p], "m", torch.float64).clone() for p in model.parameters()}
+    model.to(to)
+    saved = opt.state_dict()  # complete and as the weights are, also before the next step
+    layout = [{name: (x.shape, x.dtype) for name, x in s.items()} for s in fresh.state_dict()["state"].values()]
+    assert [{name: (x.shape, x.dtype) for name, x in s.items()} for s in saved["state"].values()] == layout
+    for p, m in before.items():
+        now = open_moment(opt.state[p], "m", torch.float64)
+        assert (now - m).abs().max() <= 2**-5 * m.abs().max() and opt.state[p]["step"] == (m.any() and 2)
+    fresh.load_state_dict(copy.deepcopy(saved))
+    train(model, opt, 2, start=2)
+    assert all(p.isfinite().all() and p.dtype == to for p in model.parameters())
+    assert opt.state[model.up.weight]["step"] == 4 and opt.state_bytes() == allocated(opt)
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_a_step_takes_recast_weights_as_they_are(release: bool) -> None:
+    w = nn.Parameter(numbers(3, 16))
+    opt = FOAM([w], state="int8")
+    model = nn.ParameterList([w]).float()
+    assert opt.state[w]["m"].dtype == torch.float64
+    with GradientRelease(opt) if release else nullcontext():
+        model[0].square().sum().backward()
+        opt.step()
+    assert opt.state[w]["m"].dtype == torch.uint8 and opt.state[w]["m"].any()
 
 
 def test_sparse_gradients_are_refused_before_anything_moves() -> None:

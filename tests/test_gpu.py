@@ -59,8 +59,7 @@ def test_a_captured_step_replays_what_eager_steps_do(level: Any, dtype: torch.dt
     runs = []
     for captured in (True, False):
         params = weights(dtype)
-        lr = torch.tensor(0.01, device="cuda")
-        opt = FOAM(params, lr=lr, level=level, capturable=True, backend=backend)
+        opt = FOAM(params, lr=torch.tensor(0.01, device="cuda"), level=level, capturable=True, backend=backend)
         gradients(params, 0)
         opt.step()
         graph = torch.cuda.CUDAGraph()
@@ -69,7 +68,8 @@ def test_a_captured_step_replays_what_eager_steps_do(level: Any, dtype: torch.dt
                 opt.step()
         for step in range(1, 6):
             gradients(params, step)
-            lr.fill_(0.01 / step)
+            for group in opt.param_groups:
+                group["lr"].fill_(0.01 / step)
             graph.replay() if captured else opt.step()
         assert all(s["step"].item() == 6 for s in opt.state.values())
         runs.append([*params, *(s[name] for s in opt.state.values() for name in ("m", "v"))])

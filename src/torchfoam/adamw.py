@@ -6,7 +6,7 @@ The way back cannot restore what folding dropped: every weight of a block gets t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,11 @@ from torch import Tensor
 
 from .fold import fold, unfold
 from .kernels.eager import close, open_moment
+from .names import places
 from .optim import FOAM, new_state
+from .saved import check_plain, check_values
+
+MOMENTS = (("m", "exp_avg"), ("v", "exp_avg_sq"))  # ours, AdamW's
 
 
 def from_adamw(opt: FOAM, source: Any, params: Iterable[Tensor] | None = None) -> FOAM:
@@ -39,28 +43,43 @@ def from_adamw(opt: FOAM, source: Any, params: Iterable[Tensor] | None = None) -
             raise ValueError(f"cannot fold AdamW's moments into rule {group['rule']!r}: it keeps other ones")
         if group["second_moment"] != "mean_square" and group["level"] != 0:
             raise ValueError("cannot recover second_moment='square_mean' from AdamW: it kept the mean of squares")
-        for p in group["params"]:
+        names = group.get("param_names") or [f"a parameter of shape {tuple(p.shape)}" for p in group["params"]]
+        for name, p in zip(names, group["params"]):
             theirs = moments.get(id(p))
             if theirs is None:
                 raise ValueError(f"AdamW does not hold a parameter of this optimizer (shape {tuple(p.shape)})")
-            if not theirs:  # never had a gradient
-                continue
-            if "exp_avg" not in theirs or "exp_avg_sq" not in theirs or "max_exp_avg_sq" in theirs:
-                raise ValueError(f"not the state of an Adam without amsgrad: {sorted(theirs)}")
-            if theirs["exp_avg"].shape != p.shape:
-                raise ValueError(
-                    f"AdamW's moment has shape {tuple(theirs['exp_avg'].shape)}, its parameter {tuple(p.shape)}"
-                )
-            planned.append((p, group, theirs))
+            if theirs:  # else it never had a gradient
+                _check_state(name, p, theirs)
+                planned.append((p, group, theirs))
     if not planned:
         raise ValueError("AdamW has no state for any parameter of this optimizer: it has not stepped yet")
+    opt.state_dict()  # every parameter has its state, where and as it is itself
     for p, group, theirs in planned:
         mine = opt.state[p] = opt.state.get(p) or new_state(p, group)
-        mine["step"].copy_(torch.as_tensor(theirs["step"]))
+        mine["step"].copy_(torch.as_tensor(theirs["step"]).reshape(()))
         wide = torch.float64 if p.dtype == torch.float64 else torch.float32
-        for name, key in (("m", "exp_avg"), ("v", "exp_avg_sq")):
+        for name, key in MOMENTS:
             close(mine, name, fold(theirs[key].to(p.device, wide), group["level"]), key=None)
     return opt
+
+
+def _check_state(where: str, p: Tensor, theirs: Any) -> None:
+    """Raise ValueError for what is not the state that AdamW keeps of p, or that no sound run leaves."""
+    if not isinstance(theirs, Mapping) or not {"step", "exp_avg", "exp_avg_sq"} <= set(theirs):
+        raise ValueError(f"{where}: not the state of an Adam but {sorted(map(str, theirs))}")
+    if "max_exp_avg_sq" in theirs:
+        raise ValueError(f"{where}: not the state of an Adam without amsgrad: {sorted(map(str, theirs))}")
+    for name, key in MOMENTS:
+        x = theirs[key]
+        check_plain(where, key, x)
+        if x.shape != p.shape or not x.is_floating_point():
+            raise ValueError(f"{where}: AdamW's moment has shape {tuple(x.shape)} ({x.dtype}), not {tuple(p.shape)}")
+        if not p.is_meta:
+            check_values(where, name, {name: x})
+    step = theirs["step"]
+    if not isinstance(step, (int, float, Tensor)) or (isinstance(step, Tensor) and step.numel() != 1):
+        raise ValueError(f"{where}: not a count of steps: {step!r:.80}")
+    check_values(where, "step", {"step": torch.as_tensor(step)})
 
 
 def to_adamw(opt: FOAM, **options: Any) -> torch.optim.AdamW:
@@ -86,33 +105,53 @@ def to_adamw(opt: FOAM, **options: Any) -> torch.optim.AdamW:
             if mine := opt.state.get(p):
                 C, wide = p.shape[-1] if p.ndim else 1, torch.float64 if p.dtype == torch.float64 else torch.float32
                 adamw.state[p] = {"step": mine["step"].float()}
-                for name, key in (("m", "exp_avg"), ("v", "exp_avg_sq")):
+                for name, key in MOMENTS:
                     full = unfold(open_moment(mine, name, wide), group["level"], C)
                     adamw.state[p][key] = torch.empty_like(p, requires_grad=False).copy_(full)  # with p's own strides
     return adamw
 
 
-def _moments(opt: FOAM, source: Any, params: Iterable[Tensor] | None) -> dict[int, dict[str, Tensor]]:
+def _moments(opt: FOAM, source: Any, params: Iterable[Tensor] | None) -> dict[int, Any]:
     """id(parameter) -> AdamW's state of it."""
     if isinstance(source, torch.optim.Optimizer):
+        _is_adam(type(source).__name__, source.param_groups)
         return {id(p): source.state.get(p, {}) for g in source.param_groups for p in g["params"]}
-    if not isinstance(source, dict) or not {"state", "param_groups"} <= set(source):
+    if not isinstance(source, Mapping) or not {"state", "param_groups"} <= set(source):
         raise ValueError(f"expected a torch AdamW or its state dict, got {type(source).__name__}")
-    order = [i for g in source["param_groups"] for i in g["params"]]
-    if params is not None:
-        known = list(params)
-        if len(known) != len(order):
-            raise ValueError(f"AdamW's state dict has {len(order)} parameters, `params` has {len(known)}")
-        return {id(p): source["state"].get(i, {}) for p, i in zip(known, order)}
-    theirs = {n: i for g in source["param_groups"] for n, i in zip(g.get("param_names", ()), g["params"])}
-    mine = {n: p for g in opt.param_groups for n, p in zip(g.get("param_names", ()), g["params"])}
-    if not theirs or not mine:
-        raise ValueError(
-            "cannot match a state dict without parameter names: pass params=model.parameters(), "
-            "the parameters in the order AdamW was built with"
-        )
-    if missing := sorted(set(mine) - set(theirs)):
+    groups, states = source["param_groups"], source["state"]
+    _is_adam("a state dict", groups)
+    order = [i for g in groups for i in g["params"]]
+    known = None if params is None else list(params)
+    if known is not None and len(known) != len(order):
+        raise ValueError(f"AdamW's state dict has {len(order)} parameters, `params` has {len(known)}")
+    theirs = [name for g in groups for name in g.get("param_names", ())]
+    mine = {name: p for g in opt.param_groups for name, p in zip(g.get("param_names", ()), g["params"])}
+    if len(theirs) != len(order) or not mine:
+        if known is None:
+            raise ValueError(
+                "cannot match a state dict without parameter names: pass params=model.parameters(), "
+                "the parameters in the order AdamW was built with"
+            )
+        return {id(p): states.get(i, {}) for p, i in zip(known, order)}
+    found = dict(zip(mine, places(list(mine), theirs)))
+    if missing := sorted(name for name, i in found.items() if i is None):
         raise ValueError(
             f"AdamW's state dict does not hold {missing[0]!r}" + f" and {len(missing) - 1} more" * (len(missing) > 1)
         )
-    return {id(p): source["state"].get(theirs[n], {}) for n, p in mine.items()}
+    if known is not None and (moved := [n for n, i in found.items() if i is not None and known[i] is not mine[n]]):
+        raise ValueError(
+            f"`params` are in another order than the state dict's names, by which {moved[0]!r} is elsewhere"
+        )
+    return {id(mine[name]): states.get(order[i], {}) for name, i in found.items() if i is not None}
+
+
+def _is_adam(what: str, groups: Any) -> None:
+    if not all(isinstance(g, Mapping) and "params" in g for g in groups):
+        raise ValueError("expected a torch AdamW or its state dict: `param_groups` are no groups")
+    if not all("betas" in g for g in groups):
+        raise ValueError(
+            f"expected a torch AdamW or its state dict, got {what}, whose groups have no `betas`: "
+            "it keeps no moments to fold; begin with a new FOAM"
+        )
+    if any("second_moment" in g for g in groups):
+        raise ValueError("expected a torch AdamW or its state dict, got FOAM's own state: use opt.load_state_dict")

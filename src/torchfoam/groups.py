@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from .budget import fit_levels, parse_bytes
 from .fold import Level, check_level
+from .names import bare
 from .options import check_options
 from .shard import sharded
 from .state import state_bytes
@@ -30,8 +31,6 @@ EMBEDDING_WORDS = ("*embed*", "wte", "wpe", "tok", "shared", "relative_attention
 TABLE_WORDS = ("*bias*", "*token", "*tokens", "pos", "pos_*", "*position*", "a_log")
 # ... and when they lead to an output head; a head stands outside the numbered stack of layers
 HEAD_WORDS = ("head", "*_head", "score", "classifier", "qa_outputs", "embed_out", "output_layer")
-# what torch puts before every name of a model that it wraps (DDP, compile, FSDP): no part of the model
-WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module")
 
 # what is said of folded parameters alone, and what the others are instead: AdamW
 FOLDED_ONLY = ("level", "scale", "rule")
@@ -212,8 +211,9 @@ def _is_table(path: str) -> bool:
 
 
 def _is_head(path: str, p: Tensor, vocabulary: torch.Size | None) -> bool:
-    names = dropwhile(lambda x: x in WRAPPERS, path.lower().split("."))
-    parts = list(dropwhile(str.isdigit, names))  # the first number may be a place in nn.Sequential
+    parts = list(
+        dropwhile(str.isdigit, bare(path.lower()).split("."))
+    )  # the first number may be a place in nn.Sequential
     outside = list(takewhile(lambda x: not x.isdigit(), parts))
     return _like(outside, HEAD_WORDS) or (outside == parts and p.shape == vocabulary)
 

@@ -6,8 +6,8 @@ does not decide which parameters fold (`groups.py`).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
-from copy import deepcopy
 from typing import Any, overload
 
 import torch
@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from .fold import residual_ratio
 from .groups import check_there, param_groups, split_by_shape
 from .kernels import BACKENDS, Slot, choose, imagined, whole
-from .options import check, check_choices, check_options, hyper, known_value
+from .options import check, check_options, hyper, known_value
 from .rules import Hyper
-from .saved import FORMAT, match, upgraded
-from .state import check_kept, new_state
+from .saved import FORMAT, load, upgraded
+from .state import check_kept, fits, follow, new_state
 
 # The authors' rule and their recipe for pre-training, for FOAM(model, **PAPER): a base rate for embeddings, head and
 # norms, a quarter of it for the folded matrices (docs/choosing.md).
@@ -114,6 +114,7 @@ class FOAM(Optimizer):
         if backend is not None:
             known_value("backend", backend, BACKENDS)
         self.backend = backend
+        self._given: list[tuple[Tensor, int]] = []
         check(defaults)
         if isinstance(params, nn.Module):
             params = param_groups(params, level=level, scale=scale, rule=rule)
@@ -150,6 +151,7 @@ class FOAM(Optimizer):
         except Exception:
             del self.param_groups[n:]
             raise
+        self._own_rates()
         for group in self.param_groups[n:]:
             for p in group["params"]:
                 if p.requires_grad:
@@ -177,23 +179,51 @@ class FOAM(Optimizer):
                 choose(self.backend, p, merged)
 
     def _ensure_state(self, all_parameters: bool = False) -> None:
-        """Create the state of parameters that were swapped in or unfrozen later, move that of parameters that moved to
-        another device, drop that of parameters that left."""
+        """Create the state of parameters that were swapped in or unfrozen later, drop that of parameters that left; the
+        rest follows its parameter."""
         ours = set()
+        for group in self.param_groups:
+            check(group, read=False)  # someone may have changed it since
         for group in self.param_groups:
             ours.update(group["params"])
             for p in group["params"]:
                 mine = self.state.get(p)
-                if mine and mine["m"].device != p.device:
-                    moves = {k: x for k, x in mine.items() if k != "step" or group["capturable"]}
-                    # a meta tensor has nothing to move
-                    mine = {} if mine["m"].is_meta else mine | {k: x.to(p.device) for k, x in moves.items()}
-                    self.state[p] = mine
-                if not mine and (p.requires_grad if all_parameters else p.grad is not None):
-                    self.state[p] = new_state(p, group)
+                if all_parameters or not mine or mine["m"].device != p.device:
+                    self._keep(p, group, p.requires_grad if all_parameters else p.grad is not None)
         if not self.state.keys() <= ours:
             for p in self.state.keys() - ours:
                 del self.state[p]
+
+    def _keep(self, p: Tensor, group: dict[str, Any], make: bool) -> None:
+        """Let the state of p be where and as p is; `make` it if there is none."""
+        mine = self.state.get(p)
+        now = follow(p, mine, group) if mine else {}
+        if not now and make:
+            now = new_state(p, group)
+        if now is not mine and (now or mine):
+            self.state[p] = now
+
+    def _own_rates(self) -> None:
+        """Let no two groups share a tensor for their rate: who writes rates does it one group after the other."""
+        rates = [group["lr"] for group in self.param_groups]
+        given = [lr for lr, _ in self._given]
+        for group in self.param_groups:
+            lr = group["lr"]
+            if isinstance(lr, Tensor) and sum(x is lr for x in rates + given) > 1:
+                group["lr"] = lr.detach().clone()
+                if not any(x is lr for x in given):
+                    self._given.append((lr, lr._version))
+                    given.append(lr)
+
+    def _check_given(self) -> None:
+        """Warn once if a tensor that was given as the rate of several groups has been written to since."""
+        if self._given and not torch.compiler.is_compiling() and any(lr._version != n for lr, n in self._given):
+            self._given.clear()
+            warnings.warn(
+                "the tensor given as lr has changed, but no group reads it: it was given for several groups, and each "
+                'has a copy of its own; change group["lr"] of every group instead',
+                stacklevel=5,
+            )
 
     def state_bytes(self) -> int:
         """Bytes of all optimizer state, exactly as allocated (also on the meta device)."""
@@ -213,6 +243,7 @@ class FOAM(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_given()
         self._ensure_state()
         # all gradients are looked at before any weight changes
         work, number = [], 0
@@ -225,27 +256,25 @@ class FOAM(Optimizer):
     @torch.no_grad()
     def step_parameter(self, p: Tensor, group: dict[str, Any], number: int) -> None:
         """Step `p` of `group` alone; it is the optimizer's parameter `number`, counted over all groups."""
-        if not self.state.get(p):  # unfrozen since construction
-            self.state[p] = new_state(p, group)
+        check(group, read=False)
+        self._keep(p, group, make=True)
         self._perform(self._work(group, [(number, p)]))
 
     def check_ready(self) -> None:
         """Raise what a step of any parameter would raise for its options or its state, whatever its gradient."""
         for group in self.param_groups:
-            check_choices(group)
-            hyper(group)
-            widths: dict[int, dict[str, int]] = {}
+            check(group, read=False)
             for p in group["params"]:
-                if p.numel() and (kept := self.state.get(p)):
-                    check_kept(p, kept, group, widths)
+                if p.numel() and self.state.get(p):
+                    self._keep(p, group, make=False)
+                    check_kept(p, self.state[p], group)
 
     def _work(self, group: dict[str, Any], params: Iterable[tuple[int, Tensor]]) -> list[Work]:
         """What a step has to do for these (number, parameter) pairs of one group: a list of slots for each backend."""
-        check_choices(group)  # someone may have changed the group since
         h = hyper(group)
         slots: dict[str, list[Slot]] = {}
         chosen: dict[tuple[Any, ...], list[Slot]] = {}
-        widths: dict[int, dict[str, int]] = {}
+        wanted: dict[tuple[Any, ...], Any] = {}
         for i, p in params:
             if (g := p.grad) is None:
                 continue
@@ -255,8 +284,10 @@ class FOAM(Optimizer):
                     "build the embedding with sparse=False, or give it to torch.optim.SparseAdam"
                 )
             if p.numel():
+                if not fits(p, self.state[p], group, wanted):
+                    self._keep(p, group, make=True)  # it may have been recast
+                    check_kept(p, self.state[p], group)
                 kept = self.state[p]
-                check_kept(p, kept, group, widths)
                 kind = (p.device, p.dtype, p.ndim, p.is_contiguous(), type(p), type(g), *map(type, kept.values()))
                 if kind not in chosen:
                     backend = choose(self.backend, p, group, (g, *kept.values()))
@@ -301,6 +332,7 @@ class FOAM(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("backend", None)
+        self.__dict__.setdefault("_given", [])
         for group in (self.defaults, *self.param_groups):
             group.update(upgraded(group))
         for kept in self.state.values():
@@ -323,18 +355,8 @@ class FOAM(Optimizer):
         state_dict = dict(state_dict)
         for pre in list(self._optimizer_load_state_dict_pre_hooks.values()):
             state_dict = pre(self, state_dict) or state_dict
-        plan = match(self, state_dict)
-        for group, saved in zip(self.param_groups, state_dict["param_groups"]):
-            kept = {k: deepcopy(v) for k, v in upgraded(saved).items() if k not in ("params", "param_names")}
-            if isinstance(lr := group["lr"], Tensor):  # CUDA graphs and compiled steps read this very tensor
-                kept["lr"] = lr.copy_(torch.as_tensor(kept.get("lr", lr)))
-            group.update(kept)
-        self._ensure_state()
-        for p, group, saved in plan:
-            mine = self.state[p] if self.state.get(p) else new_state(p, group)
-            if saved or self.state.get(p):
-                self.state[p] = mine
-            for name, x in mine.items():
-                x.copy_(saved[name]) if saved else x.zero_()
+        self._ensure_state(all_parameters=True)
+        load(self, state_dict)
+        self._ensure_state(all_parameters=True)  # `capturable` may have changed
         for post in list(self._optimizer_load_state_dict_post_hooks.values()):
             post(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
@@ -9,6 +10,7 @@ from math import inf
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .fold import check_level
@@ -27,11 +29,14 @@ CHOICES = {
 
 # what a step takes from a group under the same name
 _SCALARS = tuple(f.name for f in fields(Hyper) if f.name not in ("lr", "beta1", "beta2"))
+SWITCHES = ("stochastic", "nesterov", "maximize", "capturable")
+# each is >= 0 and below this
+NUMBERS = {"eps": inf, "weight_decay": inf, "scale": inf, "residual": inf, "residual_in_v": inf, "momentum": 1}
 
 
 def known_value(what: str, value: Any, known: Iterable[str]) -> Any:
     """The value if it is known; else a ValueError that offers the nearest and lists the rest."""
-    known = list(known)
+    known = tuple(known)
     if value in known:
         return value
     near = get_close_matches(str(value), known, n=1, cutoff=0.7)
@@ -52,38 +57,55 @@ def check_options(given: Iterable[str], misspelt_only: bool = False) -> None:
             raise ValueError(f"unknown option {name!r}; {hint}")
 
 
-def check(group: Mapping[str, Any]) -> None:
-    """Raise ValueError for hyperparameters that make no sense, naming the value."""
+def check(group: Mapping[str, Any], read: bool = True) -> None:
+    """Raise ValueError for an option that is missing, of a wrong type or makes no sense, naming the value.
+
+    `read` a learning rate that is a tensor too, unless it is on a GPU: the host would have to wait for it.
+    """
+    for name in OPTIONS:
+        if name not in group:
+            raise ValueError(f"the group has no {name!r}; options of FOAM: {', '.join(OPTIONS)}")
     lr, betas = group["lr"], group["betas"]
-    if isinstance(lr, Tensor):
-        if lr.numel() != 1:
-            raise ValueError(f"lr must be a float or a tensor of one element, got shape {tuple(lr.shape)}")
-        lr = lr.item() if lr.device.type == "cpu" else 0.0  # reading it from a GPU would wait for it
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"betas must be two numbers, got {betas!r}")
-    below = {"lr": (lr, inf), "beta1": (betas[0], 1), "beta2": (betas[1], 1), "momentum": (group["momentum"], 1)}
-    below.update({name: (group[name], inf) for name in ("eps", "weight_decay", "scale", "residual", "residual_in_v")})
-    for name, (value, limit) in below.items():
-        if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < limit:
-            wanted = "in [0, 1)" if limit == 1 else "finite and >= 0"
-            raise ValueError(f"{name} must be a number {wanted}, got {value!r}")
+    _check_number("lr", _rate(lr, read) if isinstance(lr, Tensor) else lr, inf)
+    _check_number("beta1", betas[0], 1)
+    _check_number("beta2", betas[1], 1)
+    for name, limit in NUMBERS.items():
+        _check_number(name, group[name], limit)
+    for name in SWITCHES:
+        if not isinstance(group[name], bool):
+            raise ValueError(f"{name} must be True or False, got {group[name]!r}")
     if isinstance(group["seed"], bool) or not isinstance(group["seed"], int):
         raise ValueError(f"seed must be an integer, got {group['seed']!r}")
     check_level(group["level"])
-    check_choices(group)
-
-
-def check_choices(group: Mapping[str, Any]) -> None:
-    """Raise ValueError for a name that no option has, or a pair that cannot be."""
     for name, known in CHOICES.items():
-        if group[name] not in known:
-            known_value(name, group[name], known)
+        known_value(name, group[name], known)
     if group["rule"] == "mini" and group["second_moment"] != "mean_square":
         raise ValueError("cannot use second_moment='square_mean' with rule 'mini': it keeps the row's mean square")
 
 
+def _check_number(name: str, value: Any, limit: float) -> None:
+    if type(value) is float and 0 <= value < limit:  # as it nearly always is, at every step
+        return
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if not number or not 0 <= value < limit or value > sys.float_info.max:
+        wanted = "in [0, 1)" if limit == 1 else "finite and >= 0"
+        raise ValueError(f"{name} must be a number {wanted}, got {value!r}")
+
+
+def _rate(lr: Tensor, read: bool) -> float:
+    """The value of a learning rate kept in a tensor; 0 where it is not to be read."""
+    if lr.numel() != 1:
+        raise ValueError(f"lr must be a float or a tensor of one element, got shape {tuple(lr.shape)}")
+    if not lr.is_floating_point() or lr.layout != torch.strided:
+        raise ValueError(f"lr must be a float or a dense tensor of floating point, got {lr.dtype} ({lr.layout})")
+    return float(lr) if read and lr.device.type == "cpu" else 0.0
+
+
 def hyper(group: Mapping[str, Any]) -> Hyper:
-    """The group's scalars, frozen for one step."""
-    beta1, beta2 = group["betas"]
-    lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
-    return Hyper(lr, beta1, beta2, **{name: group[name] for name in _SCALARS})
+    """The group's scalars, frozen for one step; numbers of any kind (numpy's, fractions) as floats."""
+    beta1, beta2 = map(float, group["betas"])
+    lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else float(group["lr"])
+    scalars: dict[str, Any] = {name: float(group[name]) if name in NUMBERS else group[name] for name in _SCALARS}
+    return Hyper(lr, beta1, beta2, **scalars)

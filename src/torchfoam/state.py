@@ -35,31 +35,55 @@ def new_state(p: Tensor, group: Mapping[str, Any], device: str | None = None) ->
     return state
 
 
-def check_kept(
-    p: Tensor, kept: Mapping[str, Tensor], group: Mapping[str, Any], widths: dict[int, dict[str, int]]
-) -> None:
+def follow(p: Tensor, kept: dict[str, Tensor], group: Mapping[str, Any]) -> dict[str, Tensor]:
+    """`kept` as it must be now that p may have been moved or recast: itself where nothing of it changes.
+
+    Moments of float64 weights are float64 and those of `state="param"` are as the weights, so they are recast with
+    them, to nearest. What was on the meta device holds nothing: {}.
+    """
+    m, step, dtype = kept["m"], kept["step"], moment_dtype(p, group["state"])
+    home = p.device if group["capturable"] else step.device
+    if m.device == p.device and m.dtype == dtype and step.device == home:
+        return kept
+    if m.is_meta and not p.is_meta:
+        return {}
+    moved = {name: x.to(p.device) for name, x in kept.items()} | {"step": step.to(home)}
+    if m.dtype == dtype or not (group["state"] == "param" or torch.float64 in (m.dtype, dtype)):
+        return moved
+    new = {**new_state(p, group), "step": moved["step"]}
+    for name in MOMENTS[group["rule"]]:
+        if name not in kept or kept[name].shape != new[name].shape:
+            return moved  # that the group's options have changed is `check_kept`'s to say
+        close(new, name, open_moment(moved, name, torch.promote_types(p.dtype, torch.float32)), key=None)
+    return new
+
+
+def fits(p: Tensor, kept: Mapping[str, Tensor], group: Mapping[str, Any], wanted: dict[tuple[Any, ...], Any]) -> bool:
+    """Whether `kept` is what p and its group now ask for. `wanted` is the caller's, empty at first: what each moment's
+    width and dtype should be, worked out once a group for all p alike."""
+    C = p.shape[-1] if p.ndim else 1
+    if (want := wanted.get((C, p.dtype, p.ndim > 1))) is None:
+        rule, level = group["rule"], group["level"]
+        widths = {name: moment_width(rule, name, level, C) for name in MOMENTS[rule]}
+        want = wanted[C, p.dtype, p.ndim > 1] = widths, moment_dtype(p, group["state"])
+    widths, dtype = want
+    if kept["step"].dtype != torch.int32 or ("v" in kept) != ("v" in widths) or kept["m"].dtype != dtype:
+        return False
+    return all(kept[name].shape == ((*p.shape[:-1], W) if p.ndim else ()) for name, W in widths.items())
+
+
+def check_kept(p: Tensor, kept: Mapping[str, Tensor], group: Mapping[str, Any]) -> None:
     """Raise ValueError if `kept` was made for another rule, level, kind of state or shape than p and its group have.
 
-    A step would mix the two: a row's one moment, say, broadcasts over blocks without a word. `widths` is the caller's,
-    empty at first: C -> what each moment's width should be, worked out once a group.
+    A step would mix the two: a row's one moment, say, broadcasts over blocks without a word.
     """
-    C = p.shape[-1] if p.ndim else 1
-    if (want := widths.get(C)) is None:
-        rule, level = group["rule"], group["level"]
-        want = widths[C] = {name: moment_width(rule, name, level, C) for name in MOMENTS[rule]}
-    coded = group["state"] == "int8" and p.ndim >= 2
-    fits = (
-        kept["step"].dtype == torch.int32
-        and ("v" in kept) == ("v" in want)
-        and (coded == ("m_exponent" in kept) or p.dtype == torch.float64)
-    )
-    if fits and all(kept[name].shape == ((*p.shape[:-1], W) if p.ndim else ()) for name, W in want.items()):
+    if fits(p, kept, group, {}):
         return
     if reason := sharded(p):
         raise ValueError(
             f"the parameter, now of shape {tuple(p.shape)}, was sharded after the optimizer was made: {reason}"
         )
-    have = {name: tuple(x.shape) for name, x in kept.items() if name != "step"}
+    have = {name: (tuple(x.shape), str(x.dtype)) for name, x in kept.items() if name != "step"}
     raise ValueError(
         f"the state kept for a parameter of shape {tuple(p.shape)} ({have}) is not that of rule={group['rule']!r}, "
         f"level={group['level']!r}, state={group['state']!r}: one of them was changed after construction; build a new "
