@@ -509,8 +509,9 @@ def test_what_a_group_cannot_change_in_mid_run(before: dict[str, Any], after: di
 
 NONSENSE: dict[str, Any] = {
     "lr": "fast", "betas": 0.9, "eps": -1.0, "weight_decay": None, "level": "2", "rule": 3, "scale": float("nan"),
-    "residual": True, "residual_in_v": "0.1", "second_moment": "mean", "bias_correction": True, "state": "float16", "stochastic": "no", "seed": 0.5, "momentum": 1.0,
-    "nesterov": 1, "adjust_lr": None, "maximize": "no", "capturable": 0,
+    "residual": True, "residual_in_v": "0.1", "second_moment": "mean", "bias_correction": True, "state": "float16",
+    "stochastic": "no", "seed": 0.5, "momentum": 1.0, "nesterov": 1, "adjust_lr": None, "maximize": "no",
+    "capturable": 0,
 }  # fmt: skip
 
 
