@@ -32,6 +32,7 @@ from finetune_tasks import TASKS, sentences
 
 KEY = ("model", "arm", "lr", "beta2", "clip", "spike", "steps", "seed")  # what makes two runs the same
 PLACE = ("model", "beta2", "clip", "spike", "steps")  # what arms must share, and the rate, to be compared
+Seeds = dict[int, dict[str, Any]]  # seed -> its run
 
 
 def build(arm: str, model: Any, lr: float, beta2: float) -> Any:
@@ -193,37 +194,39 @@ def sweep(args: argparse.Namespace) -> None:
 
 
 def table(runs: list[dict[str, Any]], margin: float) -> None:
-    """Means over seeds beside AdamW's at the same rate, and how far the rates reach that are within 1 % of the best."""
-    for place, group in groupby(sorted(runs, key=lambda run: place_of(run)), key=place_of):
-        here = list(group)
+    """Means over seeds beside AdamW's at the same rate, and what the rates do to each arm."""
+    for place, group in groupby(sorted(runs, key=place_of), key=place_of):
+        arms: dict[str, dict[float, Seeds]] = {}
+        for run in group:
+            arms.setdefault(run["arm"], {}).setdefault(run["lr"], {})[run["seed"]] = run
         print("\n" + ", ".join(f"{name} {value:g}" if name != "model" else value for name, value in zip(PLACE, place)))
-        print(
-            f"\n| lr | arm | n | training | held out | accuracy | minus AdamW (95 %) | p of +-{margin:g} | state, MB |"
-        )
+        print(f"\n| lr | arm | n | training | held out | accuracy | minus AdamW (95 %) | p of {margin:g} | state, MB |")
         print("| --- " * 9 + "|")
-        best: dict[str, dict[float, float]] = {}
-        for lr in sorted({run["lr"] for run in here}):
-            adamw = {run["seed"]: run for run in here if (run["lr"], run["arm"]) == (lr, "adamw")}
-            for arm in sorted({run["arm"] for run in here if run["lr"] == lr}):
-                mine = {run["seed"]: run for run in here if (run["lr"], run["arm"]) == (lr, arm)}
-                print("| " + " | ".join([f"{lr:g}", arm, *row(mine, adamw, margin)]) + " |")
-                best.setdefault(arm, {})[lr] = average(mine, "loss")
-        for arm, losses in sorted(best.items()):
-            least = min(losses.values())
-            near = [f"{lr:g}" for lr, loss in losses.items() if loss <= 1.01 * least]
-            print(f"\n{arm}: best {least:.4f}; within 1 % of it: {', '.join(near)} (of {len(losses)} rates)", end="")
-        print()
+        for lr in sorted({lr for found in arms.values() for lr in found}):
+            adamw = arms.get("adamw", {}).get(lr, {})
+            for arm in sorted(arms):
+                if lr in arms[arm]:
+                    print("| " + " | ".join([f"{lr:g}", arm, *row(arms[arm][lr], adamw, margin)]) + " |")
+        several = {arm: found for arm, found in sorted(arms.items()) if len(found) > 1}
+        if several:
+            print("\n| arm | seeds | held out, by rate | within 1 % of the least |\n" + "| --- " * 4 + "|")
+        for arm, found in several.items():
+            seeds = set.intersection(*({*x} for x in found.values()))  # no rate may have the easier seeds
+            losses = {lr: average({s: found[lr][s] for s in seeds}, "loss") for lr in sorted(found)} if seeds else {}
+            near = [f"{lr:g}" for lr, loss in losses.items() if loss <= 1.01 * min(losses.values())]
+            told = ", ".join(f"{lr:g}: {loss:.4f}" for lr, loss in losses.items())
+            print(f"| {arm} | {len(seeds)} | {told} | {', '.join(near)} |")
 
 
 def place_of(run: Any) -> tuple[Any, ...]:
     return tuple(run[key] for key in PLACE)
 
 
-def average(runs: dict[int, dict[str, Any]], what: str) -> float:
+def average(runs: Seeds, what: str) -> float:
     return math.fsum(run[what] for run in runs.values()) / len(runs)
 
 
-def row(mine: dict[int, dict[str, Any]], adamw: dict[int, dict[str, Any]], margin: float) -> list[str]:
+def row(mine: Seeds, adamw: Seeds, margin: float) -> list[str]:
     """The cells after the arm's name."""
     from foamlab.stats import equivalence, mean
 
@@ -232,7 +235,7 @@ def row(mine: dict[int, dict[str, Any]], adamw: dict[int, dict[str, Any]], margi
     ]
     seeds = sorted(mine.keys() & adamw.keys())
     difference = level = ""
-    if seeds and mine is not adamw and mine[seeds[0]]["arm"] != "adamw":
+    if seeds and mine is not adamw:
         differences = [mine[s]["loss"] - adamw[s]["loss"] for s in seeds]
         d = mean(differences)
         difference = f"{d.mean:+.4f}" + (f" ({d.low:+.4f} to {d.high:+.4f}, n = {d.n})" if d.n > 1 else "")
