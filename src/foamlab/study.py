@@ -29,6 +29,7 @@ from .record import circumstances, write_atomically
 ROWS, COLUMNS, SAMPLES = 4, 64, 128
 NOISE = 0.05  # standard deviation of each entry's noise
 BETA1, BETA2 = 0.9, 0.95
+KAPPA = 0.1  # torchfoam's default
 PARTS = {
     "rate": "Symmetric noise, beta2 = 0.95",
     "horizon": "Symmetric noise, beta2 = 1 - 1/T",
@@ -40,17 +41,20 @@ POINTS = 100  # of a curve of delta
 
 @dataclass(frozen=True)
 class Arm:
-    """An optimizer in one part of the study. `level` None is torch.optim.AdamW without decay."""
+    """An optimizer in one part of the study. `level` None is torch.optim.AdamW without decay; `kappa` None is the
+    paper's rule, a number the bias correction of m and v alone with so much of the residual's square in V."""
 
     part: str
     level: int | str | None
     rho: float = 1.0
+    kappa: float | None = None
 
     @property
     def name(self) -> str:
         if self.level is None:
             return "adam"
-        return f"foam-{self.level}" + ("" if self.rho else ", no residual")
+        kappa = "" if self.kappa is None else f", kappa {self.kappa:g}"
+        return f"foam-{self.level}{kappa}" + ("" if self.rho else ", no residual")
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,8 @@ def optimizer(arm: Arm, W: nn.Parameter, lr: float, beta2: float) -> torch.optim
     if arm.level is None:
         return torch.optim.AdamW([W], lr=lr, betas=(BETA1, beta2), weight_decay=0.0, foreach=False)
     group = {"params": [W], "level": arm.level}
-    return FOAM([group], lr=lr, betas=(BETA1, beta2), weight_decay=0.0, residual=arm.rho, **RULE)
+    rule = RULE if arm.kappa is None else {"bias_correction": "moments", "residual_in_v": arm.kappa}
+    return FOAM([group], lr=lr, betas=(BETA1, beta2), weight_decay=0.0, residual=arm.rho, **rule)
 
 
 def run(arm: Arm, T: int, seeds: int, rate: float, seed: int = 0) -> tuple[list[Row], list[tuple[float, float, float]]]:
@@ -159,20 +164,10 @@ def run(arm: Arm, T: int, seeds: int, rate: float, seed: int = 0) -> tuple[list[
         if arm.level is not None and t % max(1, T // POINTS) == 0:
             deltas.append((t + 1.0, _delta(W.grad, arm.level), _delta(g, arm.level)))
         stepper.step()
-    rows = [
-        Row(
-            arm.part,
-            arm.name,
-            T,
-            s,
-            lr,
-            beta2,
-            float(whole[s]) / T,
-            float(last[s]) / (T // 4),
-            float(hidden[s] / last[s]),
-        )
-        for s in range(seeds)
-    ]
+    last /= T // 4
+    hidden /= last * (T // 4)
+    means = zip((whole / T).tolist(), last.tolist(), hidden.tolist())
+    rows = [Row(arm.part, arm.name, T, s, lr, beta2, *mean) for s, mean in enumerate(means)]
     return rows, deltas
 
 
@@ -198,12 +193,16 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 def arms(levels: Sequence[int | str]) -> list[Arm]:
     """Adam and FOAM at each level in the part "rate", the first folding level without residual there too, and Adam, the
-    first and the last folding level in the other parts."""
+    first and the last folding level in the other parts. These two by the library's default rule as well, and where
+    noise is skewed with none of the residual's square in V."""
     folding = [level for level in levels if level != 0]
     ends = list(dict.fromkeys([folding[0], folding[-1]]))
     blind = Arm("rate", folding[0], rho=0.0)
-    others = [Arm(part, level) for part in ("horizon", "skewed") for level in (None, *ends)]
-    return [Arm("rate", None), *(Arm("rate", level) for level in levels), blind, *others]
+    found = [Arm("rate", None), *(Arm("rate", level) for level in levels), blind]
+    for part, kappas in (("rate", [KAPPA]), ("horizon", [KAPPA]), ("skewed", [KAPPA, 0.0])):
+        found += [Arm(part, level) for level in (None, *ends)] if part != "rate" else []
+        found += [Arm(part, level, kappa=kappa) for kappa in kappas for level in ends]
+    return found
 
 
 def convergence(
@@ -241,7 +240,13 @@ def convergence(
             mine += more
             done += T
             progress(done / (len(todo) * sum(lengths)))
-            if max(lengths) == T and arm.part == "rate" and arm.rho and arm.level not in (None, 0):
+            if (
+                max(lengths) == T
+                and arm.part == "rate"
+                and arm.rho
+                and arm.kappa is None
+                and arm.level not in (None, 0)
+            ):
                 steps, noisy, true = (list(values) for values in zip(*delta))
                 deltas[arm.name] = (steps, noisy, true)
         whole, last = (
