@@ -16,7 +16,7 @@ INTERRUPTED = 130
 
 def compare(
     config: RunConfig,
-    optimizers: str = "foam-paper,adamw,adamw-split",
+    optimizers: str = "foam-split,adamw,adamw-split",
     lr: str = "",
     scale: str = "",
     seeds: str = "0,1,2",

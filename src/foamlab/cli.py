@@ -256,7 +256,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "compare": Command(
         "a fair contest between optimizers",
-        "foamlab compare demo --optimizers foam-paper,adamw,adamw-split,muon --out runs/contest\n"
+        "foamlab compare demo --optimizers foam-split,adamw,adamw-split,muon --out runs/contest\n"
         "foamlab compare demo --optimizers foam,adamw --lr 1e-3,3e-3 --seeds 0,1,2,3,4\n"
         "foamlab compare --resume runs/contest",
         arena.compare,

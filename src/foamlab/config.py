@@ -100,7 +100,7 @@ class OptimizerConfig:
     """Which optimizer, and its settings. What is left empty takes the optimizer's own default.
 
     Args:
-        name: an entry of `foamlab optimizers` (foam, foam-paper, adamw, ...).
+        name: an entry of `foamlab optimizers` (foam, foam-split, foam-paper, adamw, ...).
         lr: base learning rate; empty means the optimizer's own default.
         betas: decay of the two moments; empty means the optimizer's own default.
         eps: added to the denominator.

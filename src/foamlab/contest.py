@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import OptimizerConfig, UserError
-from .record import read_metrics, read_run, write_atomically, writing
+from .record import installed, read_metrics, read_run, write_atomically, writing
 
 FILE, STOPPED = "contest.json", "stopped.json"
 FORMAT = 1
@@ -311,6 +311,18 @@ def newest(folder: Path, tail: int = 8192) -> dict[str, Any]:
                 known["step"] = line["step"]
                 known["evaluated" if line["kind"] == "eval" else "loss"] = line.get("loss")
     return known
+
+
+def same_library(folder: Path, labels: Sequence[str]) -> None:
+    """Raise UserError if a run of these arms was made by another torchfoam: its defaults may be other ones."""
+    now = installed("torchfoam")
+    for path in (path for label in labels for path in (folder / label).glob("*/run.json")):
+        was = read_run(path.parent).info.get("versions", {}).get("torchfoam")
+        if was != now:
+            raise UserError(
+                f"{path.parent} was made by torchfoam {was}, this is {now}, and defaults may differ: "
+                f"start a new contest, or finish this one with torchfoam {was}"
+            )
 
 
 def write(folder: Path, contest: Mapping[str, Any]) -> None:

@@ -23,7 +23,6 @@ from .planner import Plan, Planner
 
 LEVELS = (2, 3, 4, 6, 8, "row")
 STATES = ("float32", "bfloat16", "int8")
-FOAM_KIND = "torchfoam:FOAM"
 CHUNK = 1024  # tokens whose logits exist at once
 
 
@@ -86,7 +85,7 @@ def variants(asked: RunConfig, gpus: int = 1) -> Iterator[RunConfig]:
     again = [asked.model.checkpointing] + [True] * (not asked.model.checkpointing)
     chunks = [t.chunked_loss] + [CHUNK] * (not t.chunked_loss and t.micro_batch * asked.data.sequence > CHUNK)
     for chosen, precision in product(optimizer_choices(asked.optimizer), precisions):
-        ours = optimizers.OPTIMIZERS[chosen.name].kind == FOAM_KIND
+        ours = optimizers.ours(chosen.name)
         # gradient release cannot add up micro-batches, nor clip by the common norm
         freed = {"release": True, "clip": 0.0, "clip_each": t.clip or t.clip_each, "residual_every": 0}
         releases: list[dict[str, Any]] = [{}] + [freed] * (ours and not t.release and gpus == 1)
@@ -102,7 +101,7 @@ def variants(asked: RunConfig, gpus: int = 1) -> Iterator[RunConfig]:
 
 def optimizer_choices(asked: OptimizerConfig) -> list[OptimizerConfig]:
     """The optimizer as asked, then FOAM at its rates with ever wider blocks."""
-    ours = optimizers.OPTIMIZERS[asked.name].kind == FOAM_KIND
+    ours = optimizers.ours(asked.name)
     level = asked.options.get("level", 2) if ours else 0
     wider = [x for x in LEVELS if level != "row" and (x == "row" or int(x) > int(level))]
     base = asked if ours else OptimizerConfig("foam", asked.lr, asked.betas, asked.eps, asked.weight_decay, asked.scale)
@@ -111,7 +110,7 @@ def optimizer_choices(asked: OptimizerConfig) -> list[OptimizerConfig]:
 
 def states(chosen: OptimizerConfig) -> list[str]:
     """The state as asked, then narrower kinds, where the optimizer has kinds."""
-    if optimizers.OPTIMIZERS[chosen.name].kind != FOAM_KIND:
+    if not optimizers.ours(chosen.name):
         return [""]
     asked = chosen.options.get("state", "float32")
     return [asked] + (list(STATES[STATES.index(asked) + 1 :]) if asked in STATES else ["int8"])

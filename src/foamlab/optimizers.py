@@ -82,7 +82,8 @@ def ablation(model: nn.Module, kind: type, s: Settings, *, level: Any = 2, **opt
 FIRST = "docs/algorithm.md: the rate one would use for AdamW"
 PAPERS = "the FOAM paper's pre-training recipe"
 HALF = "; contests try half-decade steps of lr around it"
-EVIDENCE = "best of a small grid on a 1 M model; contests give it the grid of foam-paper"
+BY_TWO = "; contests try half-decade steps of lr, then alpha by factors of 2"
+EVIDENCE = "adamw-split's: best of a small grid on a 1 M model" + BY_TWO
 BOTH = {"lr": HIGH_RATES, "scale": SCALES}
 
 
@@ -93,8 +94,13 @@ RULE = {key: PAPER[key] for key in ("bias_correction", "residual_in_v")}
 def _paper(help: str, **options: Any) -> Entry:
     """FOAM with the rule and the rates of its paper."""
     options = {**RULE, **options}
-    source = PAPERS + "; contests try half-decade steps of lr, then alpha by factors of 2"
+    source = PAPERS + BY_TWO
     return Entry(help, "torchfoam:FOAM", foam, PAPER["lr"], PAPER["betas"], PAPER["scale"], source, options, BOTH)
+
+
+def _split(help: str, **options: Any) -> Entry:
+    """FOAM with AdamW's two rates."""
+    return Entry(help, "torchfoam:FOAM", foam, 1e-2, (0.9, 0.95), 0.12, EVIDENCE, options, BOTH)
 
 
 OPTIMIZERS: dict[str, Entry] = {
@@ -102,11 +108,14 @@ OPTIMIZERS: dict[str, Entry] = {
         "FOAM, plain: level 2, matrices at AdamW's own rate",
         "torchfoam:FOAM", foam, 1e-3, BETAS, 1.0, FIRST + HALF, tune={"lr": ADAM_RATES},
     ),
-    "foam-paper": _paper("FOAM as in the paper: level 2, matrices at a quarter of a high rate", level=PAPER["level"]),
-    "foam-l3": _paper("FOAM with blocks of 8", level=3),
-    "foam-row": _paper("FOAM with one block a row: next to no state for matrices", level="row"),
-    "foam-int8": _paper("FOAM, level 2, all state in 8 bits", level=2, state="int8"),
-    "foam-mini": _paper("FOAM with Adam-mini: folded momentum, one second moment a row", level=2, rule="mini"),
+    "foam-split": _split("FOAM, level 2, matrices at a lower rate than the rest", level=2),
+    "foam-l3": _split("FOAM with blocks of 8", level=3),
+    "foam-row": _split("FOAM with one block a row: next to no state for matrices", level="row"),
+    "foam-int8": _split("FOAM, level 2, all state in 8 bits", level=2, state="int8"),
+    "foam-mini": _split("FOAM with Adam-mini: folded momentum, one second moment a row", level=2, rule="mini"),
+    "foam-paper": _paper(
+        "FOAM by the paper's rule: level 2, matrices at a quarter of a high rate", level=PAPER["level"]
+    ),
     "foam-muon": _paper(
         "FOAM with Muon: folded momentum, orthogonalised", level=2, rule="muon", adjust_lr="match_rms_adamw"
     ),
@@ -140,6 +149,11 @@ OPTIMIZERS: dict[str, Entry] = {
     ),
     **RIVALS,
 }  # fmt: skip
+
+
+def ours(name: str) -> bool:
+    """Whether an entry is torchfoam's own optimizer."""
+    return _entry(name).kind.startswith("torchfoam:")
 
 
 def resolve(config: OptimizerConfig) -> OptimizerConfig:

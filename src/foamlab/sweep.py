@@ -25,7 +25,7 @@ import yaml
 from . import data, machine, optimizers, train
 from .ablations import STUDIES, with_own
 from .config import OptimizerConfig, RunConfig, UserError, known_name
-from .contest import FORMAT, MARGIN, Arm, Outcomes, Rule, Trial, newest, outcome, read, wanted, write
+from .contest import FORMAT, MARGIN, Arm, Outcomes, Rule, Trial, newest, outcome, read, same_library, wanted, write
 from .loop import plain
 from .record import await_release, cores, lock, now
 from .signals import STOPS, stop_requests
@@ -220,10 +220,11 @@ def resume(folder: Path, jobs: int = 0, on_event: OnEvent = lambda event: None) 
     """
     kept = read(folder)
     contest = Contest.from_dict(kept)
+    if kept["status"] != "done":
+        same_library(folder, [arm.label for arm in contest.arms if optimizers.ours(arm.optimizer)])
     held = lock(folder)
     try:
-        tell = {"kind": "prepare"}
-        corpus = data.prepare(contest.config.data, contest.seeds[0], lambda event: on_event({**event, **tell}))
+        corpus = data.prepare(contest.config.data, contest.seeds[0], lambda e: on_event({**e, "kind": "prepare"}))
         text = corpus.describe()["hash"]
         if kept.get("data", text) != text:
             raise UserError(f"{contest.config.data.name} has other text than when {folder} was begun: start anew")

@@ -765,3 +765,14 @@ def test_a_folder_that_is_no_contest(tmp_path, text, message):
         (tmp_path / "contest.json").write_text(text)
     with pytest.raises(UserError, match=message):
         contest.read(tmp_path)
+
+
+def test_a_contest_does_not_go_on_with_another_version_s_defaults(config, tmp_path):
+    folder = tmp_path / "c"
+    made = small_contest(config)
+    (folder / "foam-paper" / "lr0.001-scale0.5-seed0").mkdir(parents=True)
+    info = {"status": "interrupted", "versions": {"torchfoam": "0.0.1"}}
+    (folder / "foam-paper" / "lr0.001-scale0.5-seed0" / "run.json").write_text(json.dumps(info))
+    contest.write(folder, {**made.as_dict(), "status": "interrupted", "command": "", "started": ""})
+    with pytest.raises(UserError, match=r"made by torchfoam 0\.0\.1, this is .*start a new contest"):
+        sweep.resume(folder)
