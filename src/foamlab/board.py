@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from .columns import fitted
 from .signals import steady
 from .standings import table
 
@@ -34,9 +35,7 @@ def board(stream: TextIO | None = None) -> Iterator[Callable[[Event], None]]:
 def tell(contest: Mapping[str, Any], written: Sequence[Path], again: str = "", stream: TextIO | None = None) -> None:
     """The end of a contest, on `stream` (stdout): its table, verdicts and cautions, how to go on."""
     console = Console(file=steady(stream or sys.stdout), highlight=False, soft_wrap=True)
-    head, *rows = table(contest["results"])
-    widths = [max(map(len, column)) for column in zip(head, *rows)]
-    lines = ["  ".join(f"{x:<{w}}" for x, w in zip(row, widths)).rstrip() for row in (head, *rows)]
+    lines = fitted(table(contest["results"])).splitlines()
     rule = contest.get("rule_in_words", "")
     parts = {
         "What can be said": ["So far: not all runs are over."] * bool(again) + contest["verdicts"],

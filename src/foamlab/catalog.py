@@ -6,10 +6,10 @@ Imported by `cli` for its signatures, so heavy imports stay inside the functions
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
 
 from .arguments import presets as recipes
 from .arguments import recipe
+from .columns import table
 from .config import known_name
 
 
@@ -75,13 +75,6 @@ def presets(name: str = "", /) -> str:
         return recipe(name).read_text(encoding="utf-8")
     heads = [(path.stem, path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")) for path in recipes().values()]
     return table(("preset", ""), heads)
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns, each as wide as its widest cell."""
-    lines = [header, *rows]
-    widths = [max(len(line[c]) for line in lines) for c in range(len(header))]
-    return "\n".join("  ".join(f"{x:<{w}}" for x, w in zip(line, widths)).rstrip() for line in lines)
 
 
 def count(n: int) -> str:

@@ -14,11 +14,12 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
 
 from . import arena, arguments, catalog
-from .catalog import table
+from .columns import fitted, table
 from .config import RunConfig, UserError, known_name
 from .signals import as_interrupts, silence
 
@@ -118,20 +119,29 @@ def report(
     """Compare runs, or tell of a contest: a table here, and one self-contained HTML page with charts and settings.
 
     Args:
-        runs: run folders, or the folder of one contest or ablation.
+        runs: run folders, folders that hold some, or the folder of one contest or ablation. Contests among runs get a
+            line each.
         out: the page; it needs no network to be read.
         static: also write the charts as pictures: png, svg, pdf, separated by commas.
         tables: also write the figures as CSV.
         target: loss whose cost is told; 0 means the highest final loss of the runs, in a contest that of adamw.
     """
-    from . import contestpage
+    from . import contestpage, inventory
     from . import report as runspage
 
-    page = contestpage if contestpage.given(runs) else runspage
-    rows = page.compare_table(runs)
-    print(table(*_turned(rows)) if len(rows) <= 5 else table(rows[0], rows[1:]))
-    kinds = [kind for kind in static.split(",") if kind]
-    for path in page.report(runs, out, static=kinds, tables=tables, target=target or None):
+    found = inventory.take(runs)
+    for path, why in found.skipped.items():
+        print(f"skipped {path}: {why}", file=sys.stderr)
+    more = {"static": [kind for kind in static.split(",") if kind], "tables": tables, "target": target or None}
+    if found.contest:
+        print(fitted(contestpage.compare_table([found.contest])))
+        written = contestpage.report([found.contest], out, **more)
+    else:
+        rows = runspage.compare_table(found.runs)
+        print(fitted(rows), *runspage.legend(rows), sep="\n")
+        print(*found.contests.values(), sep="\n", end="\n" * bool(found.contests))
+        written = runspage.report(found.runs, out, contests=[*found.contests.values()], **more)
+    for path in written:
         print(f"wrote {path}")
 
 
@@ -285,6 +295,8 @@ COMMANDS: dict[str, Command] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, TextIOWrapper):  # what the terminal's encoding lacks is escaped, as on stderr
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with as_interrupts():
             try:
@@ -351,9 +363,3 @@ def _help() -> str:
         f"commands:\n{lines}\n\n"
         "`foamlab COMMAND --help` explains each, with examples. To begin: foamlab train demo"
     )
-
-
-def _turned(rows: list[list[str]]) -> tuple[Sequence[str], list[Sequence[str]]]:
-    """A table with a column for each run."""
-    columns: list[Sequence[str]] = list(zip(*rows))
-    return columns[0], columns[1:]

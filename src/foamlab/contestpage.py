@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from . import plots, standings
-from .config import UserError
-from .contest import FILE, joint
+from .contest import joint
 from .frame import bars, bullets, figure, frame, heads, mark, note, plain, row_head, texts
 from .frame import table as html_table
 from .gallery import Book, charts, open_book
@@ -21,18 +20,6 @@ from .report import RATIOS, cell, cost_table, curves_csv, moment, sheet, write
 from .summary import flatten, perplexity, read_settings
 
 LOWEST = ("loss", "perplexity", "state")  # what is marked; speed and memory of a process are not told apart from noise
-
-
-def given(folders: Sequence[Path | str]) -> bool:
-    """Whether a contest is to be reported, and not runs.
-
-    Raises:
-        UserError: a contest among other folders.
-    """
-    found = [folder for folder in folders if (Path(folder) / FILE).exists()]
-    if found and len(folders) > 1:
-        raise UserError(f"{found[0]} is a contest: report it alone, or its runs as {found[0]}/*/*")
-    return bool(found)
 
 
 def compare_table(folders: Sequence[Path | str]) -> list[tuple[str, ...]]:

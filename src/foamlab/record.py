@@ -288,7 +288,8 @@ def write_atomically(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old one or the new one, never a part."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(part, "w", encoding="utf-8", newline="\n") as f:
+        # a file name or JSON escape may hold what is no Unicode: it is written as such an escape
+        with open(part, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as f:
             f.write(text)
             f.flush()
             os.fsync(f.fileno())

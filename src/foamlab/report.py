@@ -119,6 +119,11 @@ def compare_table(folders: Sequence[Path | str]) -> list[list[str]]:
     return [["run", "status", *(metric.name for metric in METRICS)], *rows]
 
 
+def legend(rows: Sequence[Sequence[str]]) -> list[str]:
+    """What the marks of `compare_table` mean, if there are any."""
+    return [f"* {MARKED}"] if any(cell.endswith(" *") for row in rows for cell in row) else []
+
+
 def show(value: float, form: str) -> str:
     return format(value, form) if math.isfinite(value) else "∞" if value == math.inf else "–"
 
@@ -160,6 +165,7 @@ def report(
     static: Sequence[str] = (),
     tables: bool = False,
     target: float | None = None,
+    contests: Sequence[str] = (),
 ) -> list[Path]:
     """Write the page, and beside it what else is asked for; return the files written, the page first.
 
@@ -169,13 +175,14 @@ def report(
         static: picture formats among FORMATS: OUT-loss.png and so on.
         tables: also OUT-summary.csv (a row a run, bytes and seconds unrounded) and OUT-curves.csv (a row a record).
         target: loss whose cost is told; None means the highest final loss of the finished runs.
+        contests: a line for each contest that lies beside the runs.
 
     Raises:
         UserError: no runs, a folder that is no run, an unknown format, or `out` cannot be written.
     """
     runs = summarize(folders)
     sheets = {"summary": summary_csv(runs), "curves": curves_csv(runs)} if tables else {}
-    return write(Path(out), page(runs, target), sheets, charts(runs), static)
+    return write(Path(out), page(runs, target, contests), sheets, charts(runs), static)
 
 
 def write(
@@ -185,6 +192,8 @@ def write(
     unknown = [name for name in static if name not in FORMATS]
     if unknown:
         raise UserError(f"unknown picture format {unknown[0]!r}; known: {', '.join(FORMATS)}")
+    if out.is_dir():
+        raise UserError(f"--out {out} is a folder: name the page, such as {out / 'report.html'}")
     out = out if out.suffix else out.with_suffix(".html")
     written = [out]
     try:
@@ -233,7 +242,7 @@ def sheet(rows: list[list[Any]]) -> str:
     return text.getvalue()
 
 
-def page(runs: Sequence[Summary], target: float | None = None) -> str:
+def page(runs: Sequence[Summary], target: float | None = None, contests: Sequence[str] = ()) -> str:
     """The HTML page."""
     drawn = [chart for chart in charts(runs) if not plots.empty(chart)]
     known = [a for a in plots.AXES if any(math.isfinite(v) for r in runs for v in _axis(r, a))]
@@ -257,6 +266,7 @@ def page(runs: Sequence[Summary], target: float | None = None) -> str:
         "<h2>Memory</h2>",
         figures_of(plots.Bars) or "<p>No memory recorded.</p>",
         differences(runs),
+        *(["<h2>Contests beside these runs</h2>", bullets(contests)] if contests else []),
         "<details><summary>All settings</summary>",
         matrix(_keys(run.settings for run in runs), runs, [run.settings for run in runs])
         or "<p>No run has a config.yaml.</p>",
@@ -289,12 +299,12 @@ def summary_table(runs: Sequence[Summary]) -> str:
         [f'<td class="best"><b>{c.text}</b></td>' if c.lowest else f"<td>{c.text}</td>" for c in row]
         for row in cells_of
     ]
-    legend = note(f"Marked: {MARKED}.") if any(c.lowest for row in cells_of for c in row) else ""
+    told = note(f"Marked: {MARKED}.") if any(c.lowest for row in cells_of for c in row) else ""
     if len(runs) <= SIDE_BY_SIDE:
         rows = [[f'<th scope="row">{m.name}</th>', *column] for m, column in zip(METRICS, zip(*cells))]
-        return table(["<th></th>", *map(name, range(len(runs)), runs)], rows) + legend
+        return table(["<th></th>", *map(name, range(len(runs)), runs)], rows) + told
     heads = [f'<th scope="col">{metric.name}</th>' for metric in METRICS]
-    return table(["<th>run</th>", *heads], [[name(i, runs[i], "row"), *row] for i, row in enumerate(cells)]) + legend
+    return table(["<th>run</th>", *heads], [[name(i, runs[i], "row"), *row] for i, row in enumerate(cells)]) + told
 
 
 def name(index: int, run: Summary, scope: str = "col") -> str:

@@ -14,9 +14,8 @@ import pytest
 from test_report import CHROMIUM, FRAMES, PROBE, Text, browse, make_run
 
 from foamlab import figures, plots
-from foamlab.config import UserError
 from foamlab.contest import STOPPED, Arm, Outcomes, Rule, wanted, write
-from foamlab.contestpage import compare_table, given, page, report
+from foamlab.contestpage import compare_table, page, report
 from foamlab.gallery import charts, open_book
 from foamlab.standings import standings
 
@@ -193,14 +192,6 @@ def test_an_ablation_has_a_chart_a_study(tmp_path: Path) -> None:
     study = next(chart for chart in charts(open_book(folder)) if chart.name == "study-rho")
     assert isinstance(study, plots.Dots) and [point.label for point in study.points] == ["1.0 *", "0.0"]
     assert "rho: how much residual" in Text(page(open_book(folder))).text
-
-
-def test_what_is_given(tmp_path: Path) -> None:
-    folder = make_contest(tmp_path / "c", ["adamw", "muon"], (0,), limit=2)
-    runs = [path.parent for path in folder.glob("*/*/run.json")]
-    assert given([folder]) and not given(runs)
-    with pytest.raises(UserError, match="is a contest: report it alone"):
-        given([folder, *runs])
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed: the page is not opened in a browser")
