@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from . import arena, arguments, catalog
 from .columns import fitted, table
@@ -132,7 +132,11 @@ def report(
     found = inventory.take(runs)
     for path, why in found.skipped.items():
         print(f"skipped {path}: {why}", file=sys.stderr)
-    more = {"static": [kind for kind in static.split(",") if kind], "tables": tables, "target": target or None}
+    more: dict[str, Any] = {
+        "static": [kind for kind in static.split(",") if kind],
+        "tables": tables,
+        "target": target or None,
+    }
     if found.contest:
         print(fitted(contestpage.compare_table([found.contest])))
         written = contestpage.report([found.contest], out, **more)
