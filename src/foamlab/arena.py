@@ -5,7 +5,8 @@ Imported by `cli` for its signatures, so heavy imports stay inside the functions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +45,19 @@ def compare(
         margin: say that two are level only where it is shown that their losses differ by less than this (nat), by two
             one-sided tests; 0 means never. Choose it before you see the losses.
         jobs: runs at a time; 0 means one a GPU, or cores / threads. Not kept: give it again with --resume.
-        resume: folder of a contest to go on with.
+        resume: folder of a contest to go on with; all else it keeps as it was begun.
     """
-    from .contest import grids, numbers
+    given = _given(compare, locals())
+    from .lineup import grids, numbers
 
     def begin() -> Any:
-        from .sweep import comparison
+        from .lineup import comparison
 
         tries, lr_grid, scale_grid = _integers(numbers(seeds, "seeds")), grids(lr, "lr"), grids(scale, "scale")
         names = [name for name in optimizers.replace(" ", "").split(",") if name]
         return comparison(config, names, tries, lr_grid, scale_grid, hopeless, hopeless_at, finalists, margin)
 
-    return _run("compare", config, begin, jobs, resume)
+    return _run("compare", config, begin, given, jobs, resume)
 
 
 def ablate(
@@ -78,17 +80,18 @@ def ablate(
         margin: say that a setting is level with the paper's only where it is shown that their losses differ by less
             than this (nat), by two one-sided tests; 0 means never. Choose it before you see the losses.
         jobs: runs at a time; 0 means one a GPU, or cores / threads.
-        resume: folder of an ablation to go on with.
+        resume: folder of an ablation to go on with; all else it keeps as it was begun.
     """
-    from .contest import numbers
+    given = _given(ablate, locals())
+    from .lineup import numbers
 
     def begin() -> Any:
-        from .sweep import ablation
+        from .lineup import ablation
 
         names = [name for name in studies.replace(" ", "").split(",") if name]
         return ablation(config, names, _integers(numbers(seeds, "seeds")), numbers(lr, "lr"), margin=margin)
 
-    return _run("ablate", config, begin, jobs, resume)
+    return _run("ablate", config, begin, given, jobs, resume)
 
 
 def _integers(values: Iterable[float]) -> list[int]:
@@ -97,18 +100,27 @@ def _integers(values: Iterable[float]) -> list[int]:
     return [int(x) for x in values]
 
 
-def _run(command: str, config: RunConfig, begin: Callable[[], Any], jobs: int, resume: str) -> int:
+def _given(command: Callable[..., int], values: Mapping[str, Any]) -> bool:
+    """Whether any flag that makes a contest differs from its default."""
+    flags = {name: p.default for name, p in inspect.signature(command).parameters.items()}
+    return any(values[name] != flags[name] for name in flags.keys() - {"config", "jobs", "resume"})
+
+
+def _run(command: str, config: RunConfig, begin: Callable[[], Any], given: bool, jobs: int, resume: str) -> int:
     """Run a contest, new or resumed, and tell what came of it."""
     from . import sweep
     from .board import board, tell
-    from .contest import FILE
     from .contestpage import report
+    from .ledger import FILE
 
     if jobs < 0:
         raise UserError(f"--jobs is a number of runs at a time, or 0; got {jobs}")
     folder = Path(resume or config.out or f"runs/{command}")
     with board() as on_event:
-        end = sweep.go_on(config, folder, jobs, on_event) if resume else sweep.start(begin(), folder, jobs, on_event)
+        if resume:
+            end = sweep.go_on(config, folder, jobs, on_event, begin() if given else None)
+        else:
+            end = sweep.start(begin(), folder, jobs, on_event)
     interrupted = end["status"] == "interrupted"
     written = [folder / FILE, *report([folder], folder / "report.html")]
     again = f"foamlab {command} --resume {folder}" + (f" --jobs {jobs}" if jobs else "")

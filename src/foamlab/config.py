@@ -184,3 +184,16 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     out: str = ""
+
+
+def settings(plain: dict[str, Any]) -> RunConfig:
+    """A run's settings from what `loop.plain` made of them.
+
+    Raises:
+        UserError: a part or a setting that is not known, or lacks.
+    """
+    kinds = {"model": ModelConfig, "data": DataConfig, "optimizer": OptimizerConfig, "train": TrainConfig}
+    try:
+        return RunConfig(**{part: kind(**plain[part]) for part, kind in kinds.items()}, out=str(plain["out"]))
+    except (TypeError, KeyError) as e:
+        raise UserError(f"these are no settings of a run, or of another foamlab: {e}") from None

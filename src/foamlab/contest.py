@@ -1,31 +1,19 @@
-"""A contest as it stands on disk: its arms, and what is still to be run.
+"""A contest in the abstract: its arms, what a trial is and what became of it, and which are to be run next.
 
-A contest folder holds `contest.json`, `config.yaml`, and for each arm a folder with one ordinary run folder a trial.
-What has been run is read from the run folders alone, so a contest that was killed goes on where it was. Runs nothing,
-needs no torch.
+What has been run `ledger` reads from the run folders alone, so a contest that was killed goes on where it was. Knows
+no files, runs nothing, needs no torch.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from .config import OptimizerConfig, UserError
-from .record import installed, read_metrics, read_run, write_atomically, writing
+from .config import OptimizerConfig
 
-FILE, STOPPED = "contest.json", "stopped.json"
-FORMAT = 1
 MARGIN = 0.01  # nat: what is asked of "level with" unless a contest says otherwise
-NEEDED = (
-    "kind", "status", "command", "started", "settings", "contestants", "seeds", "finalists", "rule", "rule_in_words",
-    "studies",
-)  # fmt: skip
 Point = dict[str, Any]  # what is tuned: {"lr": 0.01, "scale": 0.25, ...}
 
 
@@ -232,155 +220,3 @@ def _distance(trial: Trial) -> float:
 
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-# ---------------------------------------------------------------------------------------------- the state on disk
-
-
-class Outcomes(dict[str, Outcome]):
-    """Trial name -> outcome, read from its run folder when first asked for; `forget` what may have changed."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.folder = folder
-
-    def __missing__(self, name: str) -> Outcome:
-        self[name] = outcome(self.folder / name)
-        return self[name]
-
-    def forget(self, name: str) -> None:
-        self.pop(name, None)
-
-
-def outcome(folder: Path) -> Outcome:
-    """What became of the trial in `folder`.
-
-    Raises:
-        UserError: its files are damaged.
-    """
-    if not (folder / "run.json").exists():
-        return Outcome("none")
-    try:
-        if (folder / STOPPED).exists():
-            told = json.loads((folder / STOPPED).read_text(encoding="utf-8"))
-            return Outcome("stopped", float(told["loss"]), str(told["why"]))
-        run = read_run(folder)
-    except (UserError, OSError, ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{folder} is damaged ({e}): remove it, and --resume runs it again") from None
-    error = str(run.info.get("error", ""))
-    if run.status == "failed" and error.startswith("stopped: "):
-        return Outcome("diverged", why=error)
-    evals = run.lines("eval")
-    last = evals[-1] if evals else {"step": -1, "loss": None}
-    if run.status == "done" and last["step"] < (run.info.get("result") or {}).get("step", 0):
-        return Outcome("failed", why="its record has lost the last evaluation")
-    if run.status == "done" and last["loss"] is None:
-        return Outcome("diverged", why="its last validation loss is not finite")
-    return Outcome(run.status, math.inf if last["loss"] is None else last["loss"], error)
-
-
-def hopeless(folder: Path, rule: Rule) -> str:
-    """Why the rule stops the run in `folder` (whose siblings are the other runs of its arm); empty if it does not."""
-    own = loss_at(folder, rule.step)
-    siblings = [f for f in folder.parent.iterdir() if f.is_dir() and f != folder]
-    others = {f.name: x for f in siblings if (x := loss_at(f, rule.step)) is not None}
-    if own is None or not others:
-        return ""
-    best = min(others, key=lambda name: others[name])
-    if own <= rule.factor * others[best]:
-        return ""
-    return f"loss {own:.4g} at step {rule.step} is above {rule.factor:g} times the {others[best]:.4g} of {best}"
-
-
-def loss_at(folder: Path, step: int) -> float | None:
-    """Validation loss of a run at a step; None if it has none, infinity if it was not finite."""
-    for line in read_metrics(folder / "metrics.jsonl"):
-        if line["kind"] == "eval" and line["step"] == step:
-            return math.inf if line["loss"] is None else float(line["loss"])
-    return None
-
-
-def newest(folder: Path, tail: int = 8192) -> dict[str, Any]:
-    """Step, loss and evaluation of a run under way, as far as the end of its record tells."""
-    known: dict[str, Any] = {"step": 0, "loss": None, "evaluated": None}
-    with suppress(OSError), open(folder / "metrics.jsonl", "rb") as f:
-        f.seek(max(os.fstat(f.fileno()).st_size - tail, 0))
-        for text in f.read().split(b"\n")[:-1]:
-            with suppress(ValueError):  # the first may be cut
-                line = json.loads(text)
-                known["step"] = line["step"]
-                known["evaluated" if line["kind"] == "eval" else "loss"] = line.get("loss")
-    return known
-
-
-def same_library(folder: Path, labels: Sequence[str]) -> None:
-    """Raise UserError if a run of these arms was made by another torchfoam: its defaults may be other ones."""
-    now = installed("torchfoam")
-    for path in (path for label in labels for path in (folder / label).glob("*/run.json")):
-        was = read_run(path.parent).info.get("versions", {}).get("torchfoam")
-        if was != now:
-            raise UserError(
-                f"{path.parent} was made by torchfoam {was}, this is {now}, and defaults may differ: "
-                f"start a new contest, or finish this one with torchfoam {was}"
-            )
-
-
-def write(folder: Path, contest: Mapping[str, Any]) -> None:
-    """Write `contest.json`, whole, at once."""
-    with writing(folder):
-        write_atomically(folder / FILE, json.dumps(finite(contest), indent=1, allow_nan=False) + "\n")
-
-
-def finite(x: Any) -> Any:
-    """JSON knows no nan and inf: they become null."""
-    if isinstance(x, Mapping):
-        return {k: finite(v) for k, v in x.items()}
-    if isinstance(x, (list, tuple)):
-        return [finite(v) for v in x]
-    return None if isinstance(x, float) and not math.isfinite(x) else x
-
-
-def read(folder: Path) -> dict[str, Any]:
-    """`contest.json` of a folder.
-
-    Raises:
-        UserError: there is none, or it is of another format.
-    """
-    try:
-        contest: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(
-            f"no contest in {folder}: give a folder made by `foamlab compare` or `foamlab ablate`"
-        ) from None
-    except (OSError, ValueError) as e:
-        raise UserError(f"cannot read {folder / FILE}: {e}") from None
-    if not isinstance(contest, dict) or contest.get("format") != FORMAT:
-        found = contest.get("format") if isinstance(contest, dict) else type(contest).__name__
-        raise UserError(f"{folder / FILE} has format {found!r}, this foamlab reads {FORMAT}")
-    if lacking := [key for key in NEEDED if key not in contest]:
-        raise UserError(f"{folder / FILE} lacks {', '.join(lacking)}: it was not written by foamlab, or is damaged")
-    return contest
-
-
-# ---------------------------------------------------------------------------------------------- from words
-
-
-def grids(text: str, flag: str) -> dict[str, list[float]]:
-    """Values for all arms, or for some by name.
-
-    >>> grids("1e-3,3e-3", "lr"), grids("adamw=1e-3,3e-3;sgd=0.1", "lr")
-    ({'': [0.001, 0.003]}, {'adamw': [0.001, 0.003], 'sgd': [0.1]})
-    """
-    found = {}
-    for part in filter(None, text.replace(" ", "").split(";")):
-        name, sign, values = part.rpartition("=")
-        found[name if sign else ""] = numbers(values, flag)
-    return found
-
-
-def numbers(text: str, flag: str) -> list[float]:
-    """ "1,2" -> [1.0, 2.0]."""
-    try:
-        return [float(x) for x in text.split(",") if x]
-    except ValueError:
-        raise UserError(f"--{flag} takes numbers separated by commas, or NAME=NUMBERS;NAME=...; got {text!r}") from None

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from . import plots
-from .contest import Arm, Trial, moved, read
+from .contest import Arm, Trial, moved
 from .heat import heat
+from .ledger import read
 from .report import line
 from .standings import standings
 from .summary import Summary, summarize
@@ -73,7 +74,7 @@ def open_book(folder: Path) -> Book:
     """Read a contest.
 
     Raises:
-        UserError: as `contest.read`.
+        UserError: as `ledger.read`.
     """
     kept = read(folder)
     contest = {**kept, **standings(folder, kept)}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import contest
+from . import ledger
 from .config import UserError
 from .summary import number, summarize
 
@@ -61,7 +61,7 @@ def take(paths: Iterable[Path | str]) -> Inventory:
 
 def _below(path: Path, depth: int = DEPTH) -> Iterator[Path]:
     """Runs and contests in a folder, itself included; what is inside of one belongs to it."""
-    if (path / RUN).exists() or (path / contest.FILE).exists():
+    if (path / RUN).exists() or (path / ledger.FILE).exists():
         yield path
     elif depth and path.is_dir():
         try:
@@ -80,8 +80,8 @@ def _sort(path: Path, found: Inventory) -> None:
         if (path / RUN).exists():
             summarize([path])
             found.runs.append(path)
-        elif (path / contest.FILE).exists():
-            found.contests[path] = _line(path, contest.read(path))
+        elif (path / ledger.FILE).exists():
+            found.contests[path] = _line(path, ledger.read(path))
         elif path.is_dir():
             found.skipped[path] = f"no run in it, nor {DEPTH} folders down"
         else:

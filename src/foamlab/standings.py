@@ -9,7 +9,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from .contest import MARGIN, Arm, Found, Outcome, Outcomes, Rule, Trial, wanted
+from .contest import MARGIN, Arm, Found, Outcome, Rule, Trial, wanted
+from .ledger import Outcomes
 from .stats import mean, paired, percent, verdict
 from .summary import Summary, cautions, perplexity, summarize
 

@@ -1,21 +1,21 @@
 """`compare` and `ablate`: many runs over the same model, tokens and batches, each in a process of its own.
 
-Which runs, `contest` says from the run folders; this room starts and stops them. It prints nothing: see `on_event`.
+What is to be run `lineup` says, which runs come next `contest`; this room starts and stops them. It prints nothing: see
+`on_event`.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,165 +23,21 @@ import torch
 import yaml
 
 from . import data, machine, optimizers, train
-from .ablations import STUDIES, with_own
-from .config import OptimizerConfig, RunConfig, UserError, known_name
-from .contest import FORMAT, MARGIN, Arm, Outcomes, Rule, Trial, newest, outcome, read, same_library, wanted, write
+from .config import RunConfig, UserError
+from .contest import MARGIN, Trial, wanted
+from .ledger import Outcomes, newest, outcome, read, same_library, write
+from .lineup import Contest
 from .loop import plain
 from .record import await_release, cores, lock, now
 from .signals import STOPS, stop_requests
 from .standings import standings
-from .trial import settings
 
 OnEvent = Callable[[dict[str, Any]], None]
-Grids = dict[str, list[float]]  # arm -> values; "" is all arms
+FLAGS = {
+    "--margin": "margin", "--seeds": "seeds", "--finalists": "finalists", "--hopeless or --hopeless_at": "rule",
+    "--studies": "studies", "--optimizers, --studies, --lr or --scale": "contestants",
+}  # fmt: skip
 POLL = 0.3  # seconds between looks at the processes
-
-
-@dataclass(frozen=True)
-class Contest:
-    """What a contest is, as `contest.json` keeps it.
-
-    Args:
-        kind: compare or ablate.
-        config: settings of all runs; of `optimizer` only betas (if set), eps and weight decay count.
-        arms: the contestants.
-        seeds: the first tunes, all count.
-        finalists: how many arms are repeated over the seeds; 0 is all.
-        rule: when a run is given up.
-        studies: of an ablation: name -> {"about", "base": arm, "cases": [{"value", "arm"}]}.
-        margin: how far apart, in nat, two arms may be that are called level; 0 is never.
-    """
-
-    kind: str
-    config: RunConfig
-    arms: list[Arm]
-    seeds: list[int]
-    finalists: int
-    rule: Rule
-    studies: dict[str, Any]
-    margin: float = MARGIN
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "kind": self.kind,
-            "settings": plain(self.config),
-            "contestants": [asdict(arm) for arm in self.arms],
-            "seeds": self.seeds,
-            "finalists": self.finalists,
-            "rule": asdict(self.rule),
-            "rule_in_words": str(self.rule),
-            "studies": self.studies,
-            "margin": self.margin,
-        }
-
-    @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> Contest:
-        arms = [Arm(**a) for a in d["contestants"]]
-        rule = Rule(**d["rule"])
-        margin = d.get("margin", MARGIN)
-        return cls(d["kind"], settings(d["settings"]), arms, d["seeds"], d["finalists"], rule, d["studies"], margin)
-
-
-def comparison(
-    config: RunConfig,
-    names: Sequence[str],
-    seeds: Sequence[int],
-    lr: Grids | None = None,
-    scale: Grids | None = None,
-    hopeless: float = 1.2,
-    hopeless_at: float = 0.3,
-    finalists: int = 0,
-    margin: float = MARGIN,
-) -> Contest:
-    """A contest between optimizers, each with its own grid of rates unless one is given.
-
-    Raises:
-        UserError: an unknown or doubled name, a package that is missing, settings that make no sense.
-    """
-    if len(names) < 2 or len(set(names)) < len(names):
-        raise UserError(f"--optimizers takes at least two names, each once; got {','.join(names) or 'none'}")
-    grids = {"lr": lr or {}, "scale": scale or {}}
-    for key, given in grids.items():
-        for name in given:
-            if name:
-                known_name(name, names, f"optimizer in --{key}")
-    arms = []
-    for name in names:
-        full = optimizers.resolve(OptimizerConfig(name))
-        entry = optimizers.OPTIMIZERS[name]
-        start = {"lr": full.lr, "scale": full.scale}
-        tune = {key: list(values) for key, values in entry.tune.items()}
-        for key, given in grids.items():
-            if values := given.get(name, given.get("")):
-                tune[key] = sorted(set(values))
-        note = "; ".join(filter(None, (f"rates: {entry.source}", entry.limits)))
-        arms.append(Arm(name, name, dict(full.options), start, tune, note))
-    return _checked("compare", config, arms, seeds, finalists, hopeless, hopeless_at, {}, margin)
-
-
-def ablation(
-    config: RunConfig, names: Sequence[str], seeds: Sequence[int], lr: Sequence[float] = (), **more: float
-) -> Contest:
-    """The paper's ablations: every setting of the named studies, at the same rates unless a grid is given.
-
-    Raises:
-        UserError: an unknown study, or settings that make no sense.
-    """
-    base = optimizers.resolve(replace(config.optimizer, name="foam-paper", options={}))
-    rates = sorted(set(lr)) or [float(base.lr or 0)]
-    arms: dict[str, Arm] = {}
-    studies: dict[str, Any] = {}
-    for name in names:
-        about, cases = STUDIES[known_name(name, STUDIES, "study")]
-        told = []
-        for case in with_own(cases, float(base.scale or 0)):
-            plainly = case.optimizer == "foam-paper" and not case.options and case.scale in (None, base.scale)
-            start = {"lr": base.lr, "scale": base.scale if case.scale is None else case.scale}
-            full = optimizers.resolve(OptimizerConfig(case.optimizer, options=case.options))
-            arm = Arm("foam" if plainly else f"{name}-{case.value}", case.optimizer, dict(full.options), start)
-            same = next((a for a in arms.values() if replace(a, label=arm.label, tune={}) == arm), arm)
-            arms.setdefault(same.label, replace(same, tune={"lr": rates}))
-            told.append({"value": case.value, "arm": same.label})
-        studies[name] = {"about": about, "base": "foam", "cases": told}
-    return _checked("ablate", config, list(arms.values()), seeds, 0, **more, studies=studies)
-
-
-def _checked(
-    kind: str,
-    config: RunConfig,
-    arms: list[Arm],
-    seeds: Sequence[int],
-    finalists: int,
-    hopeless: float = 1.2,
-    hopeless_at: float = 0.3,
-    studies: dict[str, Any] | None = None,
-    margin: float = MARGIN,
-) -> Contest:
-    t = config.train
-    train.check(t)
-    if not seeds or len(set(seeds)) < len(seeds):
-        raise UserError(f"--seeds takes whole numbers, each once; got {','.join(map(str, seeds)) or 'none'}")
-    if any(not x > 0 for arm in arms for key in ("lr", "scale") for x in arm.tune.get(key, ())):
-        raise UserError("rates to be tried must be above 0")
-    if not t.eval_tokens or not t.steps:
-        raise UserError("a contest is decided by validation loss: train.steps and train.eval_tokens must be above 0")
-    if finalists < 0:
-        raise UserError(f"--finalists is a number of optimizers, or 0 for all; got {finalists}")
-    if hopeless and hopeless < 1:
-        raise UserError(f"--hopeless is a factor of at least 1, or 0 for never; got {hopeless}")
-    if not 0 < hopeless_at < 1:
-        raise UserError(f"--hopeless_at is a share of the steps, between 0 and 1; got {hopeless_at}")
-    if not 0 <= margin < math.inf:
-        raise UserError(f'--margin is a difference of losses in nat, or 0 for no claim of "level"; got {margin}')
-    every = t.eval_every if hopeless else 0
-    step = max(-(-int(hopeless_at * t.steps) // every), 1) * every if every else 0
-    rule = Rule(step if step < t.steps else 0, hopeless)
-    # a trial writes no sample; what threads it has is the same for all
-    quiet = replace(t, sample="", keep=1, threads=t.threads or min(4, cores()), seed=seeds[0])
-    return Contest(
-        kind, replace(config, train=quiet, out=""), arms, list(seeds), finalists, rule, studies or {}, margin
-    )
 
 
 def start(contest: Contest, folder: Path, jobs: int = 0, on_event: OnEvent = lambda event: None) -> dict[str, Any]:
@@ -203,13 +59,34 @@ def start(contest: Contest, folder: Path, jobs: int = 0, on_event: OnEvent = lam
     return resume(folder, jobs, on_event)
 
 
-def go_on(config: RunConfig, folder: Path, jobs: int = 0, on_event: OnEvent = lambda event: None) -> dict[str, Any]:
-    """`resume` if the settings given are still those of the contest; UserError names one that is not."""
-    was, given = train.flat(read(folder)["settings"]), train.flat(plain(config))
+def go_on(
+    config: RunConfig,
+    folder: Path,
+    jobs: int = 0,
+    on_event: OnEvent = lambda event: None,
+    asked: Contest | None = None,
+) -> dict[str, Any]:
+    """`resume` if the settings given are still those of the contest; UserError names one that is not.
+
+    `asked`: what the flags ask for, where any is given beside --resume: a contest keeps its own.
+    """
+    kept = {"margin": MARGIN, **read(folder)}
+    wish = json.loads(json.dumps(asked.as_dict())) if asked else kept
+    for flags, key in FLAGS.items():
+        if _bare(kept[key]) != _bare(wish[key]):
+            raise UserError(
+                f"{folder} was begun with another {flags}: beside --resume give its flags all as they were, or none"
+            )
+    was, given = train.flat(kept["settings"]), train.flat(plain(config))
     for key in was:
         if was[key] != (now := given.get(key)):
             raise UserError(f"{folder} was begun with {key} {was[key]!r}, not {now!r}: start a new contest for it")
     return resume(folder, jobs, on_event)
+
+
+def _bare(value: Any) -> Any:
+    """Contestants without their notes, which another version may word in another way."""
+    return [{**x, "note": ""} if isinstance(x, dict) else x for x in value] if isinstance(value, list) else value
 
 
 def resume(folder: Path, jobs: int = 0, on_event: OnEvent = lambda event: None) -> dict[str, Any]:
@@ -220,6 +97,7 @@ def resume(folder: Path, jobs: int = 0, on_event: OnEvent = lambda event: None) 
     """
     kept = read(folder)
     contest = Contest.from_dict(kept)
+    _resolve(contest)
     if kept["status"] != "done":
         same_library(folder, [arm.label for arm in contest.arms if optimizers.ours(arm.optimizer)])
     held = lock(folder)
@@ -250,14 +128,20 @@ def resume(folder: Path, jobs: int = 0, on_event: OnEvent = lambda event: None) 
     return kept
 
 
+def _resolve(contest: Contest) -> None:
+    """Raise UserError for an optimizer, an option or a rate that cannot be."""
+    for arm in contest.arms:
+        for key, values in {"lr": [arm.start["lr"]], **arm.tune}.items():
+            for x in values:
+                optimizers.resolve(arm.at({**arm.start, key: x}, contest.config.optimizer))
+
+
 def _try_all(contest: Contest) -> None:
     """Rehearse every arm, so that what is missing or makes no sense is told before any text is read."""
+    _resolve(contest)
     c = contest.config
     device = machine.choose_device(c.train.device)
     for arm in contest.arms:
-        for key, values in arm.tune.items():
-            for x in values:
-                optimizers.resolve(arm.at({**arm.start, key: x}, c.optimizer))
         train.rehearse(replace(c, optimizer=arm.at(arm.start, c.optimizer)), device)
 
 

@@ -14,21 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig, UserError
-from .contest import STOPPED, Rule, hopeless, loss_at
+from .config import UserError, settings
+from .contest import Rule
+from .ledger import STOPPED, hopeless, loss_at
 from .record import write_atomically
 from .train import train
-
-
-def settings(plain: dict[str, Any]) -> RunConfig:
-    """A run's settings from what `loop.plain` makes of them."""
-    return RunConfig(
-        ModelConfig(**plain["model"]),
-        DataConfig(**plain["data"]),
-        OptimizerConfig(**plain["optimizer"]),
-        TrainConfig(**plain["train"]),
-        plain["out"],
-    )
 
 
 def run(orders: dict[str, Any]) -> str:

@@ -14,9 +14,10 @@ import pytest
 from test_report import CHROMIUM, FRAMES, PROBE, Text, browse, make_run
 
 from foamlab import figures, plots
-from foamlab.contest import STOPPED, Arm, Outcomes, Rule, wanted, write
+from foamlab.contest import Arm, Rule, wanted
 from foamlab.contestpage import compare_table, page, report
 from foamlab.gallery import charts, open_book
+from foamlab.ledger import STOPPED, Outcomes, write
 from foamlab.standings import standings
 
 # name -> (best lr, loss there, bytes of state, scale is tuned)

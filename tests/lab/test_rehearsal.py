@@ -10,7 +10,7 @@ import pytest
 import torch
 from small import config as small_config
 
-from foamlab import bench, data, sweep
+from foamlab import bench, data, lineup, sweep
 from foamlab.config import ModelConfig, OptimizerConfig, RunConfig, TrainConfig, UserError
 from foamlab.optimizers import OPTIMIZERS, rehearse, resolve
 from foamlab.preview import preview
@@ -105,17 +105,17 @@ def test_switches_that_need_foam(sealed):
 def test_contests_refuse_what_all_share(sealed, tmp_path, values, message):
     run = replace(sealed, optimizer=OptimizerConfig(**values))
     with pytest.raises(UserError, match=message):
-        sweep.start(sweep.comparison(run, ["adamw", "sgd"], [0]), tmp_path / "contest")
+        sweep.start(lineup.comparison(run, ["adamw", "sgd"], [0]), tmp_path / "contest")
     with pytest.raises(UserError, match=message):
-        sweep.start(sweep.ablation(run, ["residual"], [0]), tmp_path / "contest")
+        sweep.start(lineup.ablation(run, ["residual"], [0]), tmp_path / "contest")
     assert not (tmp_path / "contest").exists()
 
 
 def test_contests_refuse_rates(sealed, tmp_path):
     with pytest.raises(UserError, match=r"optimizer\.lr .*inf"):
-        sweep.start(sweep.comparison(sealed, ["adamw", "sgd"], [0], {"sgd": [0.1, math.inf]}), tmp_path / "contest")
+        sweep.start(lineup.comparison(sealed, ["adamw", "sgd"], [0], {"sgd": [0.1, math.inf]}), tmp_path / "contest")
     with pytest.raises(UserError, match=r"optimizer\.scale .*-0.5"):
-        sweep.ablation(replace(sealed, optimizer=OptimizerConfig(scale=-0.5)), ["residual"], [0])
+        lineup.ablation(replace(sealed, optimizer=OptimizerConfig(scale=-0.5)), ["residual"], [0])
 
 
 def test_bench_refuses_before_anything_is_timed(sealed, monkeypatch):

@@ -19,10 +19,13 @@ import pytest
 import small
 import yaml
 
-from foamlab import contest, record, sweep, trial
+from foamlab import ledger, lineup, record, sweep, trial
 from foamlab.cli import main
 from foamlab.config import UserError
-from foamlab.contest import Arm, Outcome, Rule, Trial, beyond, grids, hopeless, search, wanted
+from foamlab.contest import Arm, Outcome, Rule, Trial, beyond, search, wanted
+from foamlab.contestpage import report
+from foamlab.ledger import hopeless
+from foamlab.lineup import grids
 from foamlab.standings import standings, verdicts
 from foamlab.summary import summarize
 from foamlab.train import train
@@ -215,7 +218,7 @@ def config(home, tmp_path):
 
 
 def test_every_optimizer_has_its_own_grid_unless_one_is_given(config):
-    c = sweep.comparison(config, ["foam-paper", "adamw", "sgd"], [0], lr={"adamw": [2e-3, 1e-3, 2e-3]})
+    c = lineup.comparison(config, ["foam-paper", "adamw", "sgd"], [0], lr={"adamw": [2e-3, 1e-3, 2e-3]})
     grid = {arm.label: arm.tune["lr"] for arm in c.arms}
     assert (
         grid["adamw"] == [1e-3, 2e-3]
@@ -223,10 +226,10 @@ def test_every_optimizer_has_its_own_grid_unless_one_is_given(config):
         and grid["sgd"] == [0.03, 0.1, 0.3, 1]
     )
     assert all(arm.note for arm in c.arms) and c.arms[0].options["level"] == 2
-    assert {tuple(a.tune["lr"]) for a in sweep.comparison(config, ["adamw", "sgd"], [0], lr={"": [1.0]}).arms} == {
+    assert {tuple(a.tune["lr"]) for a in lineup.comparison(config, ["adamw", "sgd"], [0], lr={"": [1.0]}).arms} == {
         (1.0,)
     }
-    assert sweep.Contest.from_dict(json.loads(json.dumps(c.as_dict()))) == replace(
+    assert lineup.Contest.from_dict(json.loads(json.dumps(c.as_dict()))) == replace(
         c, config=trial.settings(c.as_dict()["settings"])
     )
 
@@ -250,7 +253,7 @@ def test_what_makes_no_sense_is_refused(config, change, message):
     if "steps" in change:
         config.train.steps = change.pop("steps")
     with pytest.raises(UserError, match=message):
-        sweep.comparison(**{"config": config, "names": ["adamw", "foam"], "seeds": [0], **change})
+        lineup.comparison(**{"config": config, "names": ["adamw", "foam"], "seeds": [0], **change})
 
 
 @pytest.mark.parametrize(
@@ -266,14 +269,14 @@ def test_what_makes_no_sense_is_refused(config, change, message):
 )
 def test_the_rule_looks_at_an_evaluation_before_the_end(config, steps, every, at, factor, step):
     config.train.steps, config.train.eval_every = steps, every
-    c = sweep.comparison(config, ["adamw", "foam"], [0], hopeless=factor, hopeless_at=at)
+    c = lineup.comparison(config, ["adamw", "foam"], [0], hopeless=factor, hopeless_at=at)
     assert c.rule.step == step
     assert ("stopped at step" in str(c.rule)) == bool(step)
 
 
 def test_studies_share_the_papers_setting_and_whatever_else_is_the_same(config):
     config.optimizer.lr, config.optimizer.scale = 0.02, 0.5
-    c = sweep.ablation(config, ["residual", "rho", "level", "alpha", "direction"], [0, 1])
+    c = lineup.ablation(config, ["residual", "rho", "level", "alpha", "direction"], [0, 1])
     assert len({json.dumps([a.optimizer, a.options, a.start]) for a in c.arms}) == len(c.arms)
     rho = {case["value"]: case["arm"] for case in c.studies["rho"]["cases"]}
     assert rho["1.0"] == "foam" and rho["0.0"] == "residual-0.0"
@@ -282,13 +285,13 @@ def test_studies_share_the_papers_setting_and_whatever_else_is_the_same(config):
     # what stands beside a value is run at that value, whatever the scale of the others
     for scale, values in (0.5, 5), (0.12, 6), (None, 5):
         config.optimizer.scale = scale
-        c = sweep.ablation(config, ["alpha"], [0])
+        c = lineup.ablation(config, ["alpha"], [0])
         at = {arm.label: arm.start["scale"] for arm in c.arms}
         cases = c.studies["alpha"]["cases"]
         assert len(cases) == len({case["arm"] for case in cases}) == values and "foam" in at
         assert all(float(case["value"]) == at[case["arm"]] for case in cases)
     with pytest.raises(UserError, match=r"unknown study 'levl'.*did you mean level"):
-        sweep.ablation(config, ["levl"], [0])
+        lineup.ablation(config, ["levl"], [0])
 
 
 # ---------------------------------------------------------------------------------------------- whole contests
@@ -331,7 +334,7 @@ def here(monkeypatch):
 
 def small_contest(config, names=("foam-paper", "adamw"), **changes):
     rates = {"lr": {"": [1e-3, 1e-2]}, "scale": {"foam-paper": [0.5]}}
-    return sweep.comparison(config, names, [0, 1], **{**rates, **changes})
+    return lineup.comparison(config, names, [0, 1], **{**rates, **changes})
 
 
 def test_a_contest_from_beginning_to_end(config, tmp_path, here):
@@ -359,7 +362,7 @@ def test_a_contest_from_beginning_to_end(config, tmp_path, here):
     stopped = [r for r in kept["runs"] if r["status"] == "stopped"]
     assert stopped and kept["rule"]["step"] == 2 and kept["cautions"][0] == str(Rule(2, 1.001))
     for arm in ("foam-paper", "adamw"):
-        at = {f"{arm}/{p.name}": contest.loss_at(p, 2) for p in (folder / arm).glob("*seed0")}
+        at = {f"{arm}/{p.name}": ledger.loss_at(p, 2) for p in (folder / arm).glob("*seed0")}
         assert min(at, key=at.get) not in [r["folder"] for r in stopped]
     assert all(r["why"] and summarize([folder / r["folder"]])[0].steps == 3 for r in stopped)
     # another text is another contest
@@ -477,7 +480,7 @@ def test_a_failure_is_told_and_the_contest_can_go_on(config, tmp_path, here, mon
     monkeypatch.setattr(sweep.Hall, "spawn", full)
     with pytest.raises(UserError, match=r"adamw/.* failed: no room on the disk;.*--resume"):
         sweep.start(small_contest(config), tmp_path / "c")
-    assert contest.read(tmp_path / "c")["status"] == "interrupted"
+    assert ledger.read(tmp_path / "c")["status"] == "interrupted"
     monkeypatch.setattr(sweep.Hall, "spawn", spawn)
     assert sweep.resume(tmp_path / "c")["status"] == "done"
 
@@ -509,11 +512,14 @@ def test_the_command(config, tmp_path, here, capsys, monkeypatch):
     assert "--resume c" in capsys.readouterr().err
     assert main(["compare", "--resume", "c", "--train.steps", "7"]) == 2
     assert "was begun with train.steps 6, not 7" in capsys.readouterr().err
+    assert main(["compare", "--resume", "c", "--margin", "0.1"]) == 2
+    assert "begun with another --margin" in capsys.readouterr().err
     assert main(["compare", "--resume", "c"]) == 0
+    assert main(["compare", "--resume", "c", "--optimizers", "foam,adamw", "--lr", "1e-3", "--seeds", "0,1"]) == 0
     assert main(["ablate", "my.yaml", "--studies", "residual,direction", "--seeds", "0", "--out", "a"]) == 0
     said = capsys.readouterr().out
     assert "direction-columns" in said and "n = 1" in said
-    kept = contest.read(Path("a"))
+    kept = ledger.read(Path("a"))
     assert set(kept["studies"]) == {"residual", "direction"} and len(kept["results"]) == 3
     assert main(["report", *map(str, Path("c").glob("*/*")), "--out", "r.html"]) == 0
 
@@ -535,7 +541,7 @@ def test_a_damaged_run_is_run_again_or_told(config, tmp_path, here):
     lines = (torn / "metrics.jsonl").read_text().splitlines(keepends=True)
     assert '"eval"' in lines[-1]
     (torn / "metrics.jsonl").write_text("".join(lines[:-1]))
-    assert contest.outcome(torn).status == "failed"
+    assert ledger.outcome(torn).status == "failed"
     (broken / "run.json").write_text("{")
     with pytest.raises(UserError, match=r"is damaged .*remove it, and --resume runs it again"):
         sweep.resume(folder)
@@ -620,13 +626,13 @@ def test_a_killed_contest_goes_on(config, home, tmp_path):
     while not finished:
         time.sleep(0.1)
         assert first.poll() is None
-        finished = [p for p in tmp_path.glob("c/*/*") if contest.outcome(p).status == "done"]
+        finished = [p for p in tmp_path.glob("c/*/*") if ledger.outcome(p).status == "done"]
     first.kill()
     first.wait()
     before = {p: small.metrics(p) for p in finished}
     second = subprocess.run([*words, "--resume", "c"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert second.returncode == 0, second.stderr
-    assert contest.read(tmp_path / "c")["status"] == "done"
+    assert ledger.read(tmp_path / "c")["status"] == "done"
     for p, lines in before.items():
         assert small.metrics(p) == lines and "resumed" not in json.loads((p / "run.json").read_text())
     assert not list(tmp_path.glob("c/*/*/checkpoints")) and not list(tmp_path.glob("c/*/*.err"))
@@ -756,15 +762,107 @@ def test_standings_of_a_contest_that_has_not_begun(config, tmp_path):
         (None, "no contest in"),
         ("{", "cannot read"),
         ('{"format": 9}', "format 9"),
-        ("[]", "format 'list'"),
+        ("[]", "list"),
         ('{"format": 1}', "lacks kind"),
+        ('{"format": ' + "[" * 100_000, "cannot read .*contest.json"),
+        ('{"format": 1, "studies": ' + "[" * 900 + "]" * 900 + "}", "levels deep"),
     ],
 )
 def test_a_folder_that_is_no_contest(tmp_path, text, message):
     if text:
         (tmp_path / "contest.json").write_text(text)
+    with pytest.raises(UserError, match=message) as e:
+        ledger.read(tmp_path)
+    assert "\n" not in str(e.value) and len(str(e.value)) < 400
+
+
+def kept(config, change=lambda c: None):
+    c = {**small_contest(config).as_dict(), "status": "running", "command": "foamlab compare", "started": "now"}
+    c = json.loads(json.dumps(c))
+    change(c)
+    return c
+
+
+PATHS = ["../../evil", "/evil", "..", ".", "a/b", "a\\b", "", ".evil", "a\nb", "\x1b[2J", "x" * 300, 5, None, ["a"]]
+HOSTILE = {
+    **{f"label {x!r:.20}": (lambda c, x=x: c["contestants"][0].update(label=x)) for x in PATHS},
+    **{f"optimizer {x!r:.20}": (lambda c, x=x: c["contestants"][0].update(optimizer=x)) for x in PATHS},
+    "key": lambda c: c["contestants"][0]["tune"].update({"../../evil": [1.0, 2.0]}),
+    "value": lambda c: c["contestants"][0]["tune"].update(level=["../../evil", "row"]),
+    "values of two kinds": lambda c: c["contestants"][0]["tune"].update(level=[2, "row"]),
+    "no values": lambda c: c["contestants"][0]["tune"].update(lr=[0.0, 1.0]),
+    "start": lambda c: c["contestants"][0]["start"].update(lr="../../evil"),
+    "another start": lambda c: c["contestants"][0]["start"].update({"../../evil": 1.0}),
+    "seed": lambda c: c.update(seeds=["../../evil"]),
+    "seeds": lambda c: c.update(seeds=[1, 1]),
+    "no seeds": lambda c: c.update(seeds=[]),
+    "study": lambda c: c.update(studies={"../../evil": {"about": "", "base": "foam", "cases": []}}),
+    "cases": lambda c: c.update(studies={"rho": {"about": "", "base": "foam", "cases": [5]}}),
+    "rule": lambda c: c.update(rule={"step": "../../evil", "factor": 1.2}),
+    "margin": lambda c: c.update(margin="wide"),
+    "negative margin": lambda c: c.update(margin=-1),
+    "contestants": lambda c: c.update(contestants=[5]),
+    "twins": lambda c: c.update(contestants=c["contestants"][:1] * 2),
+    "settings": lambda c: c["settings"].pop("optimizer"),
+    "kind": lambda c: c.update(kind="../../evil"),
+    "finalists": lambda c: c.update(finalists=-1),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_contest_is_refused_before_anything_is_made(config, tmp_path, case):
+    """Whatever of contest.json becomes a folder, a file or a figure: one line, and nothing in or out of the folder."""
+    folder = tmp_path / "a" / "b" / "c"
+    folder.mkdir(parents=True)
+    (tmp_path / "a" / "evil").mkdir()
+    (folder / "contest.json").write_text(json.dumps(kept(config)))
+    ledger.read(folder)
+    (folder / "contest.json").write_text(json.dumps(kept(config, HOSTILE[case])))
+    before = small.tree(tmp_path)
+    for use in (sweep.resume, lambda folder: report([folder], tmp_path / "r", static=["svg"])):
+        with pytest.raises(UserError, match=r"contest.json was not written by foamlab, or is damaged") as e:
+            use(folder)
+        assert "\n" not in str(e.value) and len(str(e.value)) < 400
+    assert small.tree(tmp_path) == before and not [p for p in tmp_path.rglob("*evil*") if p.name != "evil"]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda c: c["contestants"][0].update(optimizer="evil"), "unknown optimizer 'evil'"),
+        (lambda c: c["contestants"][0]["options"].update(evil=1), "unknown option of foam-paper 'evil'"),
+        (lambda c: c["settings"]["train"].update(evil=1), "no settings of a run.*evil"),
+        (lambda c: c["settings"].pop("model"), "no settings of a run.*model"),
+    ],
+)
+def test_a_contest_over_what_there_is_not_is_refused_before_anything_is_made(config, tmp_path, change, message):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "contest.json").write_text(json.dumps(kept(config, change)))
+    before = small.tree(tmp_path)
     with pytest.raises(UserError, match=message):
-        contest.read(tmp_path)
+        sweep.resume(tmp_path / "c")
+    assert small.tree(tmp_path) == before
+
+
+def test_a_contest_keeps_its_margin_and_an_old_one_has_the_default(config, tmp_path, here):
+    folder = tmp_path / "c"
+    wide = sweep.start(small_contest(config, lr={"": [1e-3]}, hopeless=0, margin=50.0), folder)
+    assert wide["margin"] == 50 and "50 nat (mean" in wide["verdicts"][0] and "is within 50 nat" in wide["cautions"][1]
+    old = {key: value for key, value in wide.items() if key != "margin"}
+    (folder / "contest.json").write_text(json.dumps(old))
+    assert "is within 0.01 nat" in sweep.resume(folder)["cautions"][1]
+    none = standings(folder, {**old, "margin": 0})
+    assert "nat" not in none["verdicts"][0] and "the margin is 0" in none["cautions"][1]
+    with pytest.raises(UserError, match="another --margin: beside --resume give its flags all as they were, or none"):
+        sweep.go_on(config, folder, asked=small_contest(config, lr={"": [1e-3]}, hopeless=0, margin=0.02))
+
+
+@pytest.mark.parametrize("margin", [-1.0, math.nan, math.inf])
+def test_what_is_no_margin(config, margin):
+    with pytest.raises(UserError, match="--margin is a difference of losses in nat, or 0"):
+        small_contest(config, margin=margin)
+    with pytest.raises(UserError, match="--margin is"):
+        lineup.ablation(config, ["residual"], [0], margin=margin)
 
 
 def test_a_contest_does_not_go_on_with_another_version_s_defaults(config, tmp_path):
@@ -773,6 +871,6 @@ def test_a_contest_does_not_go_on_with_another_version_s_defaults(config, tmp_pa
     (folder / "foam-paper" / "lr0.001-scale0.5-seed0").mkdir(parents=True)
     info = {"status": "interrupted", "versions": {"torchfoam": "0.0.1"}}
     (folder / "foam-paper" / "lr0.001-scale0.5-seed0" / "run.json").write_text(json.dumps(info))
-    contest.write(folder, {**made.as_dict(), "status": "interrupted", "command": "", "started": ""})
+    ledger.write(folder, {**made.as_dict(), "status": "interrupted", "command": "", "started": ""})
     with pytest.raises(UserError, match=r"made by torchfoam 0\.0\.1, this is .*start a new contest"):
         sweep.resume(folder)
