@@ -201,7 +201,8 @@ def test_names_find_the_weights_through_wrappers_and_in_any_order() -> None:
         ("exp_avg", lambda x: x.to("meta"), "m is on the meta device"),
         ("exp_avg", lambda x: x.tolist(), "exp_avg is a list, not a tensor"),
         ("step", lambda x: x - 9, "step has values from -5"),
-        ("step", lambda x: "4", "not a count of steps: '4'"),
+        ("step", lambda x: "4", "step is a str, not a tensor"),
+        ("step", lambda x: torch.ones(2), "not a count of steps: tensor"),
     ],
 )
 def test_a_damaged_state_is_refused_by_name_and_nothing_changes(key: str, damage: Any, message: str) -> None:
@@ -232,6 +233,11 @@ def test_foam_at_adamws_rate_trains_as_well_as_adamw(lr: float, betas: tuple[flo
     assert adamw < 2.8  # it has learned: 5.5 is chance
     for level in (2, 3):
         assert learn(FOAM, lr=lr, betas=betas, level=level) < adamw + margin
+
+
+def test_the_papers_recipe_with_another_decay() -> None:
+    for group in FOAM(toy(), **PAPER | {"weight_decay": 0.1}).param_groups:  # as docs/choosing.md writes it
+        assert group["weight_decay"] == 0.1 and group["lr"] == PAPER["lr"]
 
 
 def test_the_papers_recipe_trains() -> None:

@@ -16,7 +16,7 @@ from .fold import fold, unfold
 from .kernels.eager import close, open_moment
 from .names import places
 from .optim import FOAM, new_state
-from .saved import check_plain, check_values
+from .saved import check_numbers, check_plain, check_values, names_of
 
 MOMENTS = (("m", "exp_avg"), ("v", "exp_avg_sq"))  # ours, AdamW's
 
@@ -29,15 +29,15 @@ def from_adamw(opt: FOAM, source: Any, params: Iterable[Tensor] | None = None) -
     Args:
         opt: a FOAM over the same parameters, in any grouping; its hyperparameters are left as they are.
         source: a torch.optim.AdamW or Adam (matched by parameter), or its state dict (matched by the names both hold,
-            else by `params`).
+            through torch's wrappers, else by `params`).
         params: for a state dict without names: the parameters in the order AdamW was built with.
 
     Raises:
-        ValueError: parameters that do not match, amsgrad, or second_moment="square_mean" (which cannot be recovered).
-            Nothing has been changed then.
+        ValueError: an optimizer that keeps no such moments (SGD), parameters that do not match, damaged moments,
+            amsgrad, or second_moment="square_mean" (which cannot be recovered). Nothing has been changed then.
     """
     moments = _moments(opt, source, params)
-    planned: list[tuple[Tensor, dict[str, Any], dict[str, Tensor]]] = []
+    planned: list[tuple[Tensor, dict[str, Any], Any]] = []
     for group in opt.param_groups:
         if group["rule"] != "adam":
             raise ValueError(f"cannot fold AdamW's moments into rule {group['rule']!r}: it keeps other ones")
@@ -48,7 +48,7 @@ def from_adamw(opt: FOAM, source: Any, params: Iterable[Tensor] | None = None) -
             theirs = moments.get(id(p))
             if theirs is None:
                 raise ValueError(f"AdamW does not hold a parameter of this optimizer (shape {tuple(p.shape)})")
-            if theirs:  # else it never had a gradient
+            if not isinstance(theirs, Mapping) or theirs:  # else it never had a gradient
                 _check_state(name, p, theirs)
                 planned.append((p, group, theirs))
     if not planned:
@@ -66,7 +66,8 @@ def from_adamw(opt: FOAM, source: Any, params: Iterable[Tensor] | None = None) -
 def _check_state(where: str, p: Tensor, theirs: Any) -> None:
     """Raise ValueError for what is not the state that AdamW keeps of p, or that no sound run leaves."""
     if not isinstance(theirs, Mapping) or not {"step", "exp_avg", "exp_avg_sq"} <= set(theirs):
-        raise ValueError(f"{where}: not the state of an Adam but {sorted(map(str, theirs))}")
+        kind = sorted(map(str, theirs)) if isinstance(theirs, Mapping) else type(theirs).__name__
+        raise ValueError(f"{where}: not the state of an Adam but {kind}")
     if "max_exp_avg_sq" in theirs:
         raise ValueError(f"{where}: not the state of an Adam without amsgrad: {sorted(map(str, theirs))}")
     for name, key in MOMENTS:
@@ -77,9 +78,11 @@ def _check_state(where: str, p: Tensor, theirs: Any) -> None:
         if not p.is_meta:
             check_values(where, name, {name: x})
     step = theirs["step"]
-    if not isinstance(step, (int, float, Tensor)) or (isinstance(step, Tensor) and step.numel() != 1):
+    count = torch.as_tensor(step) if isinstance(step, (int, float)) else step
+    check_plain(where, "step", count)
+    if count.numel() != 1 or count.is_complex():
         raise ValueError(f"{where}: not a count of steps: {step!r:.80}")
-    check_values(where, "step", {"step": torch.as_tensor(step)})
+    check_values(where, "step", {"step": count})
 
 
 def to_adamw(opt: FOAM, **options: Any) -> torch.optim.AdamW:
@@ -120,11 +123,14 @@ def _moments(opt: FOAM, source: Any, params: Iterable[Tensor] | None) -> dict[in
         raise ValueError(f"expected a torch AdamW or its state dict, got {type(source).__name__}")
     groups, states = source["param_groups"], source["state"]
     _is_adam("a state dict", groups)
+    if not isinstance(states, Mapping):
+        raise ValueError(f"expected AdamW's state dict, but its `state` is a {type(states).__name__}")
     order = [i for g in groups for i in g["params"]]
+    check_numbers(order)
     known = None if params is None else list(params)
     if known is not None and len(known) != len(order):
         raise ValueError(f"AdamW's state dict has {len(order)} parameters, `params` has {len(known)}")
-    theirs = [name for g in groups for name in g.get("param_names", ())]
+    theirs = [name for k, g in enumerate(groups) for name in names_of(f"group {k}", g)]
     mine = {name: p for g in opt.param_groups for name, p in zip(g.get("param_names", ()), g["params"])}
     if len(theirs) != len(order) or not mine:
         if known is None:
@@ -146,8 +152,10 @@ def _moments(opt: FOAM, source: Any, params: Iterable[Tensor] | None) -> dict[in
 
 
 def _is_adam(what: str, groups: Any) -> None:
-    if not all(isinstance(g, Mapping) and "params" in g for g in groups):
-        raise ValueError("expected a torch AdamW or its state dict: `param_groups` are no groups")
+    if not isinstance(groups, (list, tuple)) or not all(
+        isinstance(g, Mapping) and isinstance(g.get("params"), (list, tuple)) for g in groups
+    ):
+        raise ValueError(f"expected a torch AdamW or its state dict, but `param_groups` are no groups: {groups!r:.80}")
     if not all("betas" in g for g in groups):
         raise ValueError(
             f"expected a torch AdamW or its state dict, got {what}, whose groups have no `betas`: "

@@ -23,7 +23,8 @@ from .saved import FORMAT, load, upgraded
 from .state import check_kept, fits, follow, new_state
 
 # The authors' rule and their recipe for pre-training, for FOAM(model, **PAPER): a base rate for embeddings, head and
-# norms, a quarter of it for the folded matrices (docs/choosing.md).
+# norms, a quarter of it for the folded matrices (docs/choosing.md). FOAM(model, **PAPER | {"weight_decay": 0.1}) is the
+# same with another decay.
 PAPER: dict[str, Any] = {
     "lr": 1e-2, "level": 2, "scale": 0.25, "betas": (0.9, 0.999), "weight_decay": 0.0,
     "bias_correction": "whole", "residual_in_v": 1.0,
@@ -45,7 +46,8 @@ class FOAM(Optimizer):
         params: a module (embeddings, head, norms and biases stay plain Adam: `param_groups`); tensors or (name, tensor)
             pairs (matrices fold, the rest does not); or group dicts, where a group that states its own `level`
             is taken as it is.
-        lr: learning rate, a float or a 0-dim tensor. AdamW's own value is the right start while `scale` is 1.
+        lr: learning rate, a float or a 0-dim tensor, of which each of several groups gets a copy: write to
+            `group["lr"]`, not to what was given. AdamW's own value is the right start while `scale` is 1.
         betas, eps, weight_decay, maximize: as in torch.optim.AdamW.
         level: fold level of what folds: 0 is AdamW, 2 (blocks of 4) the paper's choice, "row" one value a row.
         rule: "adam"; "mini" keeps one second moment a row (Adam-mini); "muon" orthogonalises the restored momentum
@@ -342,13 +344,15 @@ class FOAM(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict()` gave, bit for bit, into the tensors this optimizer already holds.
 
-        Everything is checked before anything changes. Dtypes are kept (torch's own method would cast moments to the
-        parameter's dtype), and nothing is shared with `state_dict` afterwards. Learning rates, betas and the like
-        are taken from `state_dict`, as with every torch optimizer.
+        Everything is checked before anything changes. Within a group, names decide which state is whose where both
+        sides have them, in any order and through torch's wrappers (DDP, compile, FSDP, checkpointing); else the order
+        does. Dtypes are kept (torch's own method would cast moments to the parameter's dtype), and nothing is shared
+        with `state_dict` afterwards. Learning rates, betas and the like are taken from it, as torch's optimizers do.
 
         Raises:
-            ValueError: another number of groups or parameters, or another shape, level, rule, second moment or kind
-                of state; both values are named and nothing has been loaded.
+            ValueError: other groups, names, shapes or kinds of parameters; another level, rule, second moment or kind
+                of state; options that make no sense; moments that are no plain tensors, or NaN. Both sides are named
+                where there are two, and nothing has been loaded.
         """
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"not an optimizer state dict but a {type(state_dict).__name__}")

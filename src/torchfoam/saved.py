@@ -79,7 +79,7 @@ def match(opt: Optimizer, state_dict: Mapping[str, Any]) -> list[Pair]:
             f"the state dict has {len(groups)} parameter groups, this optimizer has {len(opt.param_groups)}"
         )
     numbers = [i for saved in groups for i in saved["params"]]
-    _check_numbers(numbers)
+    check_numbers(numbers)
     pairs = []
     for k, (group, saved) in enumerate(zip(opt.param_groups, groups)):
         where = f"group {k} ({group['name']})" if "name" in group else f"group {k}"
@@ -110,7 +110,7 @@ def _is_ours(where: str, saved: Any) -> None:
         raise ValueError(f"{where}: written by a newer torchfoam (format {version}, this one reads {FORMAT})")
 
 
-def _check_numbers(numbers: list[Any]) -> None:
+def check_numbers(numbers: list[Any]) -> None:
     """Parameters are numbered, or named (in torch's distributed checkpoints), each once."""
     if wrong := [i for i in numbers if isinstance(i, bool) or not isinstance(i, (int, str))]:
         raise ValueError(f"not an optimizer state dict: a parameter's number is {wrong[0]!r:.80}")
@@ -127,8 +127,8 @@ def _match_group(where: str, group: dict[str, Any], saved: Mapping[str, Any]) ->
     for key in IDENTITY:
         if key not in saved:
             raise ValueError(f"{where}: the state dict does not say its {key}, this optimizer has {group[key]!r}")
-        if saved[key] != group[key]:
-            raise ValueError(f"{where}: saved with {key}={saved[key]!r}, this optimizer has {group[key]!r}")
+        if type(saved[key]) is not type(group[key]) or saved[key] != group[key]:
+            raise ValueError(f"{where}: saved with {key}={saved[key]!r:.80}, this optimizer has {group[key]!r}")
     lr = saved.get("lr")
     if isinstance(lr, Tensor) and lr.is_meta and not all(p.is_meta for p in group["params"]):
         raise ValueError(f"{where}: lr is on the meta device: it holds no value")
@@ -138,16 +138,24 @@ def _match_group(where: str, group: dict[str, Any], saved: Mapping[str, Any]) ->
         raise ValueError(f"{where}: {e}") from None
 
 
+def names_of(where: str, saved: Mapping[str, Any]) -> list[str]:
+    """The names that a saved group gives its parameters; none, if it gives none."""
+    names, count = saved.get("param_names"), len(saved["params"])
+    if names is None:
+        return []
+    if not isinstance(names, (list, tuple)) or len(names) != count or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{where}: param_names are not a name for each of {count} parameters: {names!r:.80}")
+    return list(names)
+
+
 def _order(where: str, group: dict[str, Any], saved: Mapping[str, Any]) -> list[int]:
     """Which of the saved parameters each of the group's is."""
     mine, params = group.get("param_names"), saved["params"]
     # In torch's distributed checkpoints names stand for numbers; `param_names` may then be in another order
     by_torch = bool(params) and all(isinstance(i, str) for i in params)
-    names = params if by_torch else saved.get("param_names")
-    if not mine or names is None:
+    names = params if by_torch else names_of(where, saved)
+    if not mine or not names:
         return list(range(len(params)))
-    if not isinstance(names, (list, tuple)) or len(names) != len(params) or not all(isinstance(n, str) for n in names):
-        raise ValueError(f"{where}: param_names are not a name for each of {len(params)} parameters: {names!r:.80}")
     order = places(mine, names)
     if None in order:
         if by_torch:  # names in a larger model, say: torch has matched them, and put them in this optimizer's order
@@ -194,7 +202,7 @@ def check_values(where: str, name: str, state: Mapping[str, Tensor]) -> None:
         raise ValueError(f"{where}: {name} is on the meta device: it holds no values")
     if x.dtype == torch.uint8:
         exponents = state.get(f"{name}_exponent")
-        if exponents is None or not exponents.numel() or exponents.max() < 255:
+        if exponents is None or exponents.is_meta or not exponents.numel() or exponents.max() < 255:
             return  # all codes stand for numbers
         x = decode(x, exponents, signed=name == "m")
     if not x.numel():
