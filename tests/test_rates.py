@@ -128,6 +128,18 @@ def test_writing_the_tensor_that_several_groups_were_given_is_said_once(backend:
     assert len(told) == 1 and rates(opt) == pytest.approx([0.02, 0.01])
 
 
+def test_tensors_of_every_origin_will_do() -> None:
+    with torch.inference_mode():
+        born = torch.tensor(0.01)
+    for lr in (born, torch.tensor(0.01, requires_grad=True), torch.tensor([0.01], dtype=torch.bfloat16)):
+        model = toy()
+        opt = FOAM(model, lr=lr)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train(model, opt, 2)
+        owned(opt)
+
+
 def test_rates_load_into_the_very_tensors_whatever_was_saved() -> None:
     for mine in (torch.tensor(0.01), torch.tensor([0.01])):
         for theirs in (0.5, torch.tensor(0.5), torch.tensor([0.5])):

@@ -214,12 +214,14 @@ class FOAM(Optimizer):
             if isinstance(lr, Tensor) and sum(x is lr for x in rates + given) > 1:
                 group["lr"] = lr.detach().clone()
                 if not any(x is lr for x in given):
-                    self._given.append((lr, lr._version))
+                    self._given.append((lr, 0 if lr.is_inference() else lr._version))
                     given.append(lr)
 
     def _check_given(self) -> None:
         """Warn once if a tensor that was given as the rate of several groups has been written to since."""
-        if self._given and not torch.compiler.is_compiling() and any(lr._version != n for lr, n in self._given):
+        if not self._given or torch.compiler.is_compiling():
+            return
+        if any(not lr.is_inference() and lr._version != version for lr, version in self._given):
             self._given.clear()
             warnings.warn(
                 "the tensor given as lr has changed, but no group reads it: it was given for several groups, and each "

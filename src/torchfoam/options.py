@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
@@ -88,10 +87,13 @@ def check(group: Mapping[str, Any], read: bool = True) -> None:
 def _check_number(name: str, value: Any, limit: float) -> None:
     if type(value) is float and 0 <= value < limit:  # as it nearly always is, at every step
         return
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    if not number or not 0 <= value < limit or value > sys.float_info.max:
+    try:
+        sound = isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < limit
+    except OverflowError:  # an integer beyond all floats
+        sound = False
+    if not sound:
         wanted = "in [0, 1)" if limit == 1 else "finite and >= 0"
-        raise ValueError(f"{name} must be a number {wanted}, got {value!r}")
+        raise ValueError(f"{name} must be a number {wanted}, got {value!r:.80}")
 
 
 def _rate(lr: Tensor, read: bool) -> float:
@@ -100,7 +102,7 @@ def _rate(lr: Tensor, read: bool) -> float:
         raise ValueError(f"lr must be a float or a tensor of one element, got shape {tuple(lr.shape)}")
     if not lr.is_floating_point() or lr.layout != torch.strided:
         raise ValueError(f"lr must be a float or a dense tensor of floating point, got {lr.dtype} ({lr.layout})")
-    return float(lr) if read and lr.device.type == "cpu" else 0.0
+    return float(lr.detach()) if read and lr.device.type == "cpu" else 0.0
 
 
 def hyper(group: Mapping[str, Any]) -> Hyper:
