@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import UserError
-from .reading import read_json
+from .reading import plain_name, read_json
 
 FORMAT = 1  # of the manifest and of training.pt
 WEIGHTS, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
@@ -137,6 +137,8 @@ def damage(path: Path) -> str:
         version, files = listed["format"], {n: (int(f["bytes"]), f["sha256"]) for n, f in listed["files"].items()}
         if not {WEIGHTS, TRAINING} <= set(files):
             raise KeyError(WEIGHTS)
+        if strange := [n for n in files if not plain_name(n)]:
+            raise ValueError(f"it names {strange[0]!r:.60}, which is no file of a checkpoint")
     except (FileNotFoundError, NotADirectoryError):
         return f"{path} is not a checkpoint of foamlab: {MANIFEST} is missing"
     except (UserError, ValueError, OverflowError, KeyError, TypeError, AttributeError) as e:

@@ -11,12 +11,13 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from .config import UserError
 from .contest import MARGIN, Arm, Outcome, Rule
-from .reading import read_json
+from .reading import plain_name, read_json
 from .record import installed, read_metrics, read_run, write_atomically, writing
 
 FILE, STOPPED = "contest.json", "stopped.json"
@@ -162,6 +163,10 @@ def _check(contest: dict[str, Any]) -> None:
     _want(contest["kind"] in ("compare", "ablate"), "kind", contest["kind"])
     for part in ("optimizer", "train"):
         _want(isinstance(contest["settings"][part], dict), f"settings of {part}", contest["settings"][part])
+    for key in ("betas", "eps", "weight_decay"):
+        _ = contest["settings"]["optimizer"][key]
+    for told in contest["contestants"]:
+        _want(isinstance(told, dict) and told.keys() == {f.name for f in fields(Arm)}, "contestant", told)
     arms = [Arm(**told) for told in contest["contestants"]]
     _want(len({arm.label for arm in arms}) == len(arms) > 0, "contestants", [arm.label for arm in arms])
     for arm in arms:
@@ -173,7 +178,7 @@ def _check(contest: dict[str, Any]) -> None:
     _want(_number(rule.step, whole=True) and _number(rule.factor), "rule", contest["rule"])
     _want(_number(margin) and margin >= 0, "margin", margin)
     for name, study in contest["studies"].items():
-        _want(plain(name), "study", name)
+        _want(plain_name(name), "study", name)
         for text in (
             study["about"],
             study["base"],
@@ -184,15 +189,16 @@ def _check(contest: dict[str, Any]) -> None:
 
 def _check_arm(arm: Arm) -> None:
     for key, value in {"label": arm.label, "optimizer": arm.optimizer}.items():
-        _want(plain(value), key, value)
-    _want(isinstance(arm.options, dict) and isinstance(arm.note, str), f"contestant {arm.label}", arm)
+        _want(plain_name(value), key, value)
+    for part, kind in ((arm.options, dict), (arm.start, dict), (arm.tune, dict), (arm.note, str)):
+        _want(isinstance(part, kind), f"contestant {arm.label} with", part)
     for key in ("lr", "scale"):
         _want(_number(arm.start[key]) and arm.start[key] >= 0, key, arm.start[key])
         _want(all(_number(x) and x > 0 for x in arm.tune.get(key, ())), f"{key} to try", arm.tune.get(key))
-    for key, values in {**arm.tune, **{key: [value] for key, value in arm.start.items()}}.items():
+    for key, values in [*arm.tune.items(), *((key, [value]) for key, value in arm.start.items())]:
         words = [isinstance(x, str) for x in values]
-        _want(plain(key) and len(set(words)) == 1 and isinstance(values, list), "values to try", {key: values})
-        _want(all(plain(x) if isinstance(x, str) else _number(x) for x in values), f"{key} to try", values)
+        _want(plain_name(key) and isinstance(values, list) and len(set(words)) == 1, "values to try", {key: values})
+        _want(all(plain_name(x) if isinstance(x, str) else _number(x) for x in values), f"{key} to try", values)
 
 
 def _want(fits: bool, what: str, value: Any) -> None:
@@ -202,18 +208,3 @@ def _want(fits: bool, what: str, value: Any) -> None:
 
 def _number(x: Any, whole: bool = False) -> bool:
     return isinstance(x, int if whole else (int, float)) and abs(x) < (2**53 if whole else 1e300)
-
-
-def plain(name: Any) -> bool:
-    """Whether a name from a file may be that of a file or folder: one printable part of a path, not hidden.
-
-    >>> [plain(x) for x in ("foam-row", "../../evil", "/etc", "..", "", "a\\nb", 3)]
-    [True, False, False, False, False, False, False]
-    """
-    return (
-        isinstance(name, str)
-        and name.isprintable()
-        and 0 < len(name.encode()) <= 100
-        and not name.startswith(".")
-        and not set(name) & set("/\\:")
-    )

@@ -93,6 +93,21 @@ def _encoding(e: UnicodeDecodeError) -> str:
     return f"not in UTF-8 (byte {e.start} is {e.object[e.start]:#04x})"
 
 
+def plain_name(name: Any) -> bool:
+    """Whether a name from a file may be that of a file or folder: one printable part of a path, not hidden.
+
+    >>> [plain_name(x) for x in ("foam-row", "../../evil", "/etc", "..", "", "a\\nb", 3)]
+    [True, False, False, False, False, False, False]
+    """
+    return (
+        isinstance(name, str)
+        and name.isprintable()
+        and 0 < len(name.encode()) <= 100
+        and not name.startswith(".")
+        and not set(name) & set("/\\:")
+    )
+
+
 def _object(value: Any, path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"cannot read {path}: expected an object with named values, found a {type(value).__name__}")

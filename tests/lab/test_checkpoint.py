@@ -125,6 +125,17 @@ def test_another_format_is_refused(tmp_path: Path, model: Any) -> None:
         checkpoint.load(path)
 
 
+@pytest.mark.parametrize("name", ["/dev/zero", "../../config.yaml", ".", ""])
+def test_a_manifest_names_no_file_elsewhere(tmp_path: Path, model: Any, name: str) -> None:
+    """/dev/zero has 0 bytes to the eye and no end."""
+    path = write(tmp_path / "run", model, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][name] = {"bytes": 0, "sha256": "0"}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"manifest\.json is damaged \(it names .*, which is no file of a checkpoint"):
+        checkpoint.load(path)
+
+
 def test_code_in_a_checkpoint_is_not_run(tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Bomb:
         def __reduce__(self) -> Any:

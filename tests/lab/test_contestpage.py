@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
+import random
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from test_report import CHROMIUM, FRAMES, PROBE, Text, browse, make_run
 
 from foamlab import figures, plots
+from foamlab.config import UserError
 from foamlab.contest import Arm, Rule, wanted
 from foamlab.contestpage import compare_table, page, report
 from foamlab.gallery import charts, open_book
@@ -193,6 +196,39 @@ def test_an_ablation_has_a_chart_a_study(tmp_path: Path) -> None:
     study = next(chart for chart in charts(open_book(folder)) if chart.name == "study-rho")
     assert isinstance(study, plots.Dots) and [point.label for point in study.points] == ["1.0 *", "0.0"]
     assert "rho: how much residual" in Text(page(open_book(folder))).text
+
+
+def places(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something stands in a tree of dicts and lists."""
+    for key in tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
+        yield (*at, key)
+        yield from places(tree[key], (*at, key))
+
+
+def test_whatever_is_wrong_in_contest_json_is_a_line_or_a_page(tmp_path: Path) -> None:
+    """Each value once gone or something else: no traceback, and never a file elsewhere."""
+    folder = make_contest(tmp_path / "a" / "c", ["sgd", "adamw"], (0,), limit=2)
+    told = (folder / "contest.json").read_text()
+    draw, refused, shown = random.Random(0), 0, 0
+    junk = [None, -1, 1e308, 10**30, "../../evil", [], {}, [5], {"a": 5}, True, [[]]]
+    for place in [p for p in places(json.loads(told)) if p[0] not in ("runs", "results", "search") and 1 not in p[:2]]:
+        contest = json.loads(told)
+        inside = contest
+        for key in place[:-1]:
+            inside = inside[key]
+        change = draw.choice(["gone", *junk])
+        if change == "gone":
+            del inside[place[-1]]
+        else:
+            inside[place[-1]] = change
+        (folder / "contest.json").write_text(json.dumps(contest))
+        try:
+            page(open_book(folder))
+            shown += 1
+        except UserError as e:
+            assert "\n" not in str(e)
+            refused += 1
+    assert refused > 15 and shown > 5 and not list(tmp_path.rglob("*evil*"))
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed: the page is not opened in a browser")
