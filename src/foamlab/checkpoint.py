@@ -81,6 +81,13 @@ def load(path: Path) -> dict[str, Any]:
         training = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
     except Exception as e:
         raise UserError(f"cannot read {path / TRAINING}: {_line(e)}; it was not written by this program") from e
+    listed = read_json(path / MANIFEST)
+    if isinstance(training, dict):  # files of two steps, or of two runs, are no checkpoint
+        step, digest = listed.get("step"), listed["files"][WEIGHTS]["sha256"]
+        if training.get("step", step) != step:
+            raise UserError(f"{path / TRAINING} is of step {training['step']}, {MANIFEST} of {step}: take another")
+        if training.pop("weights", digest) != digest:
+            raise UserError(f"{path / WEIGHTS} is not the one that {TRAINING} was saved with: resume from another")
     return training
 
 
@@ -88,15 +95,23 @@ def load_weights(path: Path, model: nn.Module) -> None:
     """Copy a checkpoint's weights into `model`, bit for bit.
 
     Raises:
-        UserError: the weights belong to a model of another shape.
+        UserError: the weights belong to a model of another shape or type, or are not finite.
     """
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
     from safetensors.torch import load_model
 
     try:
+        with safe_open(path / WEIGHTS, "pt") as file:
+            own = model.state_dict()
+            for name in {*file.keys()} & {*own}:
+                kind = file.get_tensor(name).dtype
+                if kind != own[name].dtype:  # it would be rounded without a word
+                    raise RuntimeError(f"{name} is {kind}, here {own[name].dtype}")
         load_model(model, path / WEIGHTS)
-    except (RuntimeError, SafetensorError) as e:
+    except (RuntimeError, SafetensorError, OSError, ValueError) as e:
         raise UserError(f"{path / WEIGHTS} does not fit this model: {_line(e)}; resume with the same model") from e
+    if bad := [name for name, p in model.named_parameters() if not bool(p.isfinite().all())]:
+        raise UserError(f"{path / WEIGHTS}: {bad[0]} is not finite; resume from another checkpoint, or start anew")
 
 
 def find(resume: Path) -> tuple[Path, Path]:
@@ -143,6 +158,8 @@ def damage(path: Path) -> str:
         return f"{path} is not a checkpoint of foamlab: {MANIFEST} is missing"
     except (UserError, ValueError, OverflowError, KeyError, TypeError, AttributeError) as e:
         return f"{manifest} is damaged ({_line(e)})"
+    if (named := NAME.fullmatch(path.name)) and listed.get("step") != int(named[1]):
+        return f"{manifest} is of step {listed.get('step')!r}, its folder is named for {int(named[1])}"
     if version != FORMAT:
         return f"{path} has format {version!r}, this foamlab reads format {FORMAT}"
     for name, (size, digest) in files.items():
@@ -219,10 +236,12 @@ def _write(part: Path, step: int, model: Any, tokenizer: Any, training: Mapping[
         if bars:
             logging.enable_progress_bar()
     tokenizer.save(part)
-    torch.save(dict(training), part / TRAINING)
-    files = {}
+    digest = _sha256(part / WEIGHTS)
+    torch.save({**training, "weights": digest}, part / TRAINING)
+    files: dict[str, dict[str, Any]] = {}
     for file in sorted(part.iterdir()):
-        files[file.name] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+        files[file.name] = {"bytes": file.stat().st_size}
+        files[file.name]["sha256"] = digest if file.name == WEIGHTS else _sha256(file)
         _sync(file)
     (part / MANIFEST).write_text(json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1) + "\n")
     _sync(part / MANIFEST)

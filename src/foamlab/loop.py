@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
-from . import checkpoint, data, machine, optimizers, record, thrift
+from . import checkpoint, data, machine, optimizers, record, restoring, thrift
 from .config import RunConfig, UserError
 from .objective import loss_fn, perplexity, sample, schedule
 from .record import Result
@@ -83,12 +83,13 @@ class Training:
             raise UserError(f"{source} cannot be resumed: {saved['remark']}")
         if saved["step"] > self.config.train.steps:
             raise UserError(f"{source} is past train.steps {self.config.train.steps}: give at least {saved['step']}")
+        restoring.check_state(saved["optimizer"], self.optimizer, source / checkpoint.TRAINING)
         checkpoint.load_weights(source, self.model)
         own = [{k: g[k] for k in TUNABLE if k in g} for g in self.optimizer.param_groups]
         try:
             self.optimizer.load_state_dict(saved["optimizer"])
-        except (ValueError, KeyError, RuntimeError) as e:
-            raise UserError(f"{source} does not fit optimizer {self.config.optimizer.name}: {e}") from e
+        except Exception as e:  # optimizers fail in any way on a state that they did not save
+            raise UserError(f"{source} does not fit optimizer {self.config.optimizer.name}: {e!r}") from e
         for group, settings in zip(self.optimizer.param_groups, own):
             group.update(settings)
         for name in PLACE:

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from . import checkpoint, data, fit, machine, models, optimizers, record, thrift
+from . import checkpoint, data, fit, machine, models, optimizers, record, restoring, thrift
 from .config import RunConfig, TrainConfig, UserError
-from .loop import PLACE, OnEvent, Result, Training, plain
-from .reading import parse_json
+from .loop import OnEvent, Result, Training, plain
 from .signals import stop_requests
 
 __all__ = ["Result", "train"]
@@ -66,9 +65,7 @@ def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = 
         if resume is not None:
             folder, source = checkpoint.find(resume)
             saved = checkpoint.load(source)
-            if missing := [key for key in (*PLACE, "optimizer", "remark", "config", "data") if key not in saved]:
-                raise UserError(f"{source} lacks {', '.join(missing)}: it was not written by foamlab train")
-            was = parse_json(saved["config"], f"the settings in {source / checkpoint.TRAINING}")
+            was = restoring.check(saved, source / checkpoint.TRAINING)
             for message in changes(was, plain(config), source):
                 emit({"kind": "note", "message": message})
             if saved["step"] == t.steps and (over := Result.of(folder, t.steps)):
