@@ -127,6 +127,52 @@ REAL: dict[str, tuple[str, str, dict[str, Any], set[str], set[str]]] = {
             for i in (0, 1)
         },
     ),
+    "musicgen": (  # a list of heads
+        "MusicgenForCausalLM", "MusicgenDecoderConfig",
+        {"vocab_size": 32, "hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+         "num_codebooks": 3, "max_position_embeddings": 16, "pad_token_id": 0, "bos_token_id": 1},
+        {*(f"{a}.{x}_proj.weight" for a in ("self_attn", "encoder_attn") for x in ("q", "k", "v", "out")),
+         "fc1.weight", "fc2.weight"},
+        {f"{x}.{i}" for x in ("model.decoder.embed_tokens", "lm_heads") for i in (0, 1, 2)},
+    ),
+    "csm's depth decoder": (  # a stack of heads in one parameter
+        "CsmDepthDecoderForCausalLM", "CsmDepthDecoderConfig",
+        {k: v for k, v in DECODER.items() if "token" not in k}
+        | {"backbone_hidden_size": 16, "num_codebooks": 4, "head_dim": 8},
+        ATTENTION | MLP | {"model.inputs_embeds_projector.weight"}, {"model.embed_tokens", "codebooks_head"},
+    ),
+    "sam": (
+        "SamVisionModel", "SamVisionConfig",
+        {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8,
+         "mlp_dim": 24, "output_channels": 8, "window_size": 2, "global_attn_indexes": [1], "num_pos_feats": 4},
+        {"attn.qkv.weight", "attn.proj.weight", "mlp.lin1.weight", "mlp.lin2.weight"},
+        {f"vision_encoder.layers.{i}.attn.rel_pos_{x}" for i in (0, 1) for x in "hw"}
+        | {f"vision_encoder.{x}" for x in ("pos_embed", "patch_embed.projection", "neck.conv1", "neck.conv2")},
+    ),
+    "deit, two heads": (
+        "DeiTForImageClassificationWithTeacher", "DeiTConfig", VIT,
+        {*(f"attention.{x}_proj.weight" for x in "qkvo"), "mlp.fc1.weight", "mlp.fc2.weight"},
+        {f"deit.embeddings.{x}" for x in ("cls_token", "distillation_token", "position_embeddings")}
+        | {"deit.embeddings.patch_embeddings.projection", "cls_classifier", "distillation_classifier"},
+    ),
+    "bert, pre-training": (
+        "BertForPreTraining", "BertConfig", ENCODER,
+        BERT | {"bert.pooler.dense.weight", "cls.predictions.transform.dense.weight"},
+        {*(f"bert.embeddings.{x}_embeddings" for x in ("word", "position", "token_type")), "cls.seq_relationship"},
+    ),
+    "electra, pre-training": (
+        "ElectraForPreTraining", "ElectraConfig", ENCODER | {"embedding_size": 8},
+        BERT | {"electra.embeddings_project.weight", "discriminator_predictions.dense.weight"},
+        {f"electra.embeddings.{x}_embeddings" for x in ("word", "position", "token_type")}
+        | {"discriminator_predictions.dense_prediction"},
+    ),
+    "decision transformer": (
+        "DecisionTransformerModel", "DecisionTransformerConfig",
+        {"hidden_size": 16, "n_layer": 2, "n_head": 2, "n_positions": 16, "max_ep_len": 8, "act_dim": 4, "state_dim": 6,
+         "vocab_size": 32, "bos_token_id": 0, "eos_token_id": 1},
+        GPT2_FOLDS | {f"embed_{x}.weight" for x in ("action", "return", "state")},
+        {"encoder.wte", "encoder.wpe", "embed_timestep", "predict_state", "predict_action.0", "predict_return"},
+    ),
 }  # fmt: skip
 
 
@@ -157,7 +203,23 @@ def test_real_architectures(name: str) -> None:
     assert {n.removesuffix(".weight") for n, p in unfolded.items() if p.ndim >= 2} == REAL[name][4]
 
 
-@pytest.mark.parametrize("name", ["llama", "llama, tied", "gpt2", "bert, classifier", "t5", "qwen3 moe", "mamba"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "llama, tied",
+        "gpt2",
+        "bert, classifier",
+        "t5",
+        "qwen3 moe",
+        "mamba",
+        "musicgen",
+        "sam",
+        "deit, two heads",
+        "bert, pre-training",
+        "csm's depth decoder",
+    ],
+)
 def test_names_alone_say_the_same_on_real_architectures(name: str) -> None:
     # FOAM(model.named_parameters()) has no modules to look at
     model = build(name)
@@ -165,7 +227,9 @@ def test_names_alone_say_the_same_on_real_architectures(name: str) -> None:
     opt = FOAM(model.named_parameters())
     by_name = {n for g in opt.param_groups if g["level"] != 0 for n in g["param_names"]}
     kernels = {n for n, p in model.named_parameters() if "conv" in n}  # 3-D: nothing tells them from experts
-    assert by_name - kernels == by_kind
+    # linear maps named after the embeddings that they change
+    mapped = {n for n in by_kind if "embeds_projector" in n}
+    assert by_name - kernels == by_kind - mapped
 
 
 def test_conv1d_of_gpt2_folds_along_its_output() -> None:
@@ -250,6 +314,55 @@ HAND: dict[str, tuple[nn.Module, set[str]]] = {
         {"body.weight"},
     ),
 }  # fmt: skip
+
+
+# names of parameters [32, 8] beside an embedding [32, 8] -> whether they fold, with modules and with names alone
+LISTS = {
+    "lm_heads.0.weight": False, "heads.1.weight": False, "mtp_heads.0.weight": False, "classifiers.0.weight": False,
+    "classifiers.0.dense.weight": False, "decoder.lm_heads.2.weight": False, "heads.0.1.weight": False,
+    "depth.lm_heads.weight": False, "token_classifier.weight": False, "to_logits.weight": False, "fc.weight": False,
+    "out.weight": False, "head_dist.linear.weight": False, "mtp_heads.0.shared.weight": False,
+    "_orig_mod.heads.0.weight": False,
+    "layers.0.heads.1.weight": True, "layers.0.fc.weight": True, "layers.0.attn.out.weight": True,
+    "layers.0.classifiers.weight": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_heads_are_heads(name: str) -> None:
+    model = nn.Module()
+    model.tok = nn.Embedding(32, 8)
+    owner = model
+    *path, last, leaf = name.split(".")
+    for part in path:
+        owner.add_module(part, nn.Module())
+        owner = owner.get_submodule(part)
+    owner.add_module(last, nn.Linear(8, 32, bias=False))
+    model.add_module("body", nn.Linear(8, 8, bias=False))
+    for groups in (param_groups(model), FOAM(model.named_parameters()).param_groups):
+        folded = next(g for g in groups if g["level"] != 0)["params"]
+        weight = owner.get_submodule(last).get_parameter(leaf)
+        assert any(x is weight or (isinstance(x, tuple) and x[1] is weight) for x in folded) == LISTS[name]
+
+
+def test_layers_below_a_list_of_heads_fold_and_its_vocabulary_does_not() -> None:
+    model = nn.ModuleDict({"tok": nn.Embedding(32, 8), "body": nn.Linear(8, 8)})
+    head = nn.ModuleDict({"proj": nn.Linear(16, 8), "out": nn.Linear(8, 32)})
+    model["mtp_heads"] = nn.ModuleList([head])
+    assert set(split(param_groups(model))[0]) == {"body.weight", "mtp_heads.0.proj.weight"}
+
+
+def test_what_a_model_names_as_its_classifier_is_its_head() -> None:
+    class Timm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.last_linear = nn.Linear(8, 8), nn.Linear(8, 5)
+            self.aux = nn.Linear(8, 5)
+
+        def get_classifier(self) -> tuple[nn.Module, nn.Module]:
+            return self.last_linear, self.aux
+
+    assert set(split(param_groups(Timm()))[0]) == {"body.weight"}
 
 
 @pytest.mark.parametrize("name", HAND)

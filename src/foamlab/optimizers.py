@@ -25,7 +25,7 @@ from .rivals import ADAM_RATES, BETAS, HIGH_RATES, RIVALS, SCALES, hushed
 from .routing import Entry, Routed, Settings, matrices, plain_adamw, split
 
 # options that the meta device cannot judge, and those that only the whole model can
-ON_DEVICE, OF_MODEL = ("backend", "fused"), ("overrides", "state_budget")
+ON_DEVICE, OF_MODEL = ("backend", "fused"), ("overrides", "no_decay", "state_budget")
 # what OptimizerConfig holds itself: not to be given again among its options
 OWN = ("params", "lr", "betas", "eps", "weight_decay", "scale")
 
@@ -37,12 +37,15 @@ def foam(
     *,
     level: Any = 2,
     overrides: Any = None,
+    no_decay: Any = False,
     state_budget: Any = None,
     backend: str | None = None,
     **options: Any,
 ) -> Optimizer:
     """FOAM over torchfoam's routing: attention and MLP matrices fold, the rest is plain Adam at the full rate."""
-    groups = param_groups(model, level=level, scale=s.scale, overrides=overrides, state_budget=state_budget, **options)
+    groups = param_groups(
+        model, level=level, scale=s.scale, overrides=overrides, no_decay=no_decay, state_budget=state_budget, **options
+    )
     return kind(groups, lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=s.weight_decay, backend=backend)
 
 

@@ -2,39 +2,32 @@
 
 Attention and MLP matrices fold. Embeddings, output heads, norms, biases and vectors do not: they stay plain Adam
 (level 0, scale 1) at the full learning rate. What a parameter is, is read off the module that owns it; patterns
-override. This room builds groups; it holds no state and performs no steps.
+override (`roles.py`). This room builds groups; it holds no state and performs no steps.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from itertools import dropwhile, takewhile
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .budget import fit_levels, parse_bytes
 from .fold import Level, check_level
-from .names import bare
 from .options import check_options
+from .roles import KINDS, foldable, is_head, is_matrix, is_table, largest, undecayed
 from .shard import sharded
 from .state import state_bytes
-
-# Last resort, where a module tells nothing (a bare parameter, or (name, tensor) pairs): what the parts of a dotted path
-# are called when they lead to a table of embeddings, and what such a parameter itself is called ...
-EMBEDDING_WORDS = ("*embed*", "wte", "wpe", "tok", "shared", "relative_attention_bias")
-TABLE_WORDS = ("*bias*", "*token", "*tokens", "pos", "pos_*", "*position*", "a_log")
-# ... and when they lead to an output head; a head stands outside the numbered stack of layers
-HEAD_WORDS = ("head", "*_head", "score", "classifier", "qa_outputs", "embed_out", "output_layer")
 
 # what is said of folded parameters alone, and what the others are instead: AdamW
 FOLDED_ONLY = ("level", "scale", "rule")
 PLAIN: dict[str, Any] = {"level": 0, "scale": 1.0, "rule": "adam"}
+UNNAMED = "unnamed."  # before the number that stands for a name where others have one
 
 
 def param_groups(
@@ -42,6 +35,8 @@ def param_groups(
     *,
     level: int | str = 2,
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
+    no_decay: bool | str | Iterable[str] = False,
+    names: bool = True,
     state_budget: int | str | None = None,
     residual_ratios: Mapping[str, float] | None = None,
     **options: Any,
@@ -55,6 +50,10 @@ def param_groups(
         overrides: pattern -> options, matched against parameter names as a shell would (`"*.mlp.*": {"level": 3}`);
             the first match wins and makes a group of its own, starting from what the parameter would have had.
             Their `level`, `scale` and `rule` are for matrices: a vector that matches takes only the rest.
+        no_decay: what gets `weight_decay` 0, in groups of its own: kinds ("vectors", "norms", "biases", "embeddings")
+            or patterns as in `overrides`, one or several; True means all four kinds. "vectors" is nanoGPT's habit,
+            ("norms", "biases") that of transformers' Trainer. An override that states a `weight_decay` keeps it.
+        names: False gives bare parameters, for what takes no names: `ZeroRedundancyOptimizer`.
         state_budget: bytes ("300MB", "286MiB", a number) that the state of all parameters may take. Then levels are
             chosen per matrix (`budget.py`): as low as fits, lower where `residual_ratios` are larger. Give `state`
             here too, if it is not the default. Matrices whose override states a level keep it.
@@ -85,13 +84,16 @@ def param_groups(
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             raise ValueError(f"FOAM cannot use the sparse gradients of {path!r}: build it with sparse=False")
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    _check_patterns(overrides, trainable)
+    _check_patterns("override", overrides, trainable)
+    exempt = _exempt(model, no_decay, trainable)
     chosen: dict[str, dict[str, Any]] = {}
     for name, p in trainable:
         pattern = next((pattern for pattern in overrides if fnmatchcase(name, pattern)), "")
         changes = {k: x for k, x in overrides.get(pattern, {}).items() if p.ndim >= 2 or k not in FOLDED_ONLY}
         settings = {**wanted[folding[name]], **changes}
         label = "unfolded" if settings["level"] == 0 and settings.get("rule", "adam") == "adam" else "folded"
+        if name in exempt and "weight_decay" not in changes:
+            label, settings = f"{label} no decay", {**settings, "weight_decay": 0.0}
         chosen[name] = {"name": f"{label} {pattern}".rstrip(), **settings}
         if state_budget is not None and folding[name] and "level" not in changes:
             chosen[name]["level"] = None  # for the budget to decide
@@ -100,7 +102,7 @@ def param_groups(
     groups: dict[tuple[str, bool], dict[str, Any]] = {}
     for name, p in trainable:
         new = {"params": [], **chosen[name]}
-        groups.setdefault((new["name"], folding[name]), new)["params"].append((name, p))
+        groups.setdefault((new["name"], folding[name]), new)["params"].append((name, p) if names else p)
     if level != 0 and state_budget is None and all(g["level"] == 0 for g in groups.values()):
         raise ValueError(
             f"nothing folds in {type(model).__name__}: it has no trainable attention or MLP matrix; "
@@ -134,17 +136,33 @@ def _fit(
         chosen[name].update(level=level, name=f"{chosen[name]['name']} level {level}")
 
 
-def _check_patterns(overrides: Mapping[str, Mapping[str, Any]], params: Sequence[tuple[str, Tensor]]) -> None:
+def _exempt(model: nn.Module, no_decay: bool | str | Iterable[str], params: Sequence[tuple[str, Tensor]]) -> set[str]:
+    """Names of the parameters that `no_decay` of `param_groups` means."""
+    if isinstance(no_decay, bool):
+        return undecayed(model, KINDS if no_decay else ())
+    several = isinstance(no_decay, Iterable) and not isinstance(no_decay, str)
+    words: list[Any] = list(no_decay) if several else [no_decay]
+    if not all(isinstance(word, str) for word in words):
+        raise ValueError(f"no_decay must be True, False, kinds ({', '.join(KINDS)}) or patterns, got {no_decay!r}")
+    patterns: dict[str, dict[str, Any]] = {word: {} for word in words if word not in KINDS}
+    if near := [(word, kind) for word in patterns for kind in get_close_matches(word, KINDS, n=1, cutoff=0.75)]:
+        raise ValueError("unknown kind {!r} in no_decay; did you mean {!r}?".format(*near[0]))
+    _check_patterns("no_decay", patterns, params)
+    matched = {name for name, _ in params for pattern in patterns if fnmatchcase(name, pattern)}
+    return matched | undecayed(model, set(words) - set(patterns))
+
+
+def _check_patterns(
+    what: str, overrides: Mapping[str, Mapping[str, Any]], params: Sequence[tuple[str, Tensor]]
+) -> None:
     """Raise ValueError for a pattern that would have no effect."""
     for pattern, changes in overrides.items():
         matched = [p for name, p in params if fnmatchcase(name, pattern)]
         if not matched:
             near = get_close_matches(pattern.replace("*", ""), [name for name, _ in params], n=3, cutoff=0.0)
-            raise ValueError(f"override pattern {pattern!r} matches no trainable parameter; nearest: {', '.join(near)}")
+            raise ValueError(f"{what} pattern {pattern!r} matches no trainable parameter; nearest: {', '.join(near)}")
         if all(p.ndim < 2 for p in matched) and (vain := [k for k in FOLDED_ONLY if k in changes]):
-            raise ValueError(
-                f"override pattern {pattern!r} sets {vain[0]}, but matches only vectors, which do not fold"
-            )
+            raise ValueError(f"{what} pattern {pattern!r} sets {vain[0]}, but matches only vectors, which do not fold")
 
 
 def check_there(p: Tensor) -> None:
@@ -155,78 +173,6 @@ def check_there(p: Tensor) -> None:
         raise ValueError(f"FOAM cannot be used on a parameter of shape {tuple(p.shape)}: {reason}")
 
 
-def foldable(model: nn.Module) -> dict[str, bool]:
-    """Name of each trainable parameter (tied ones once) -> whether it is an attention or MLP matrix."""
-    heads = _heads(model)
-    # every place a parameter sits in: a head tied to an embedding is found under both owners
-    owners: dict[int, list[tuple[str, nn.Module]]] = {}
-    for prefix, module in model.named_modules():
-        for leaf, p in module.named_parameters(recurse=False):
-            owners.setdefault(id(p), []).append((f"{prefix}.{leaf}".lstrip("."), module))
-    return {
-        name: all(_folds(path, p, module, heads) for path, module in owners[id(p)])
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
-
-
-def _folds(path: str, p: Tensor, owner: nn.Module, heads: set[int]) -> bool:
-    kind = type(owner).__name__
-    if p.ndim < 2 or id(owner) in heads or "bias" in path.rpartition(".")[2]:
-        return False
-    if isinstance(owner, (nn.Linear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)) or kind == "Conv1D":
-        return True
-    if isinstance(owner, (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)) or "Embed" in kind or "Norm" in kind:
-        return False
-    # a bare parameter of a module of the model's own: stacked experts, routers, position tables, class tokens
-    return _is_matrix(p) and not _is_table(path)
-
-
-def _heads(model: nn.Module) -> set[int]:
-    """Ids of output-head modules: what a model names as its output embeddings and, outside the stack of layers, linear
-    maps named like a head or shaped like the vocabulary's embedding."""
-    heads = set()
-    for module in model.modules():  # of every module: the model may be wrapped, or made of several
-        with suppress(NotImplementedError):
-            output = getattr(module, "get_output_embeddings", lambda: None)()
-            if isinstance(output, nn.Module):
-                heads.add(id(output))
-    vocabulary = _largest([m.weight for m in model.modules() if isinstance(m, nn.Embedding)])
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and _is_head(f"{path}.weight", module.weight, vocabulary):
-            heads.add(id(module))
-    return heads
-
-
-def _is_matrix(p: Tensor) -> bool:
-    """A matrix or a stack of them; not a kernel of a convolution, nor a table with a batch dimension of 1."""
-    return p.ndim == 2 or (p.ndim == 3 and p.shape[0] > 1)
-
-
-def _is_table(path: str) -> bool:
-    parts = path.lower().split(".")
-    # what stands before the last numbered stack names a part of the model, not the parameter
-    last = max((i for i, x in enumerate(parts) if x.isdigit()), default=0)
-    return _like(parts[max(last - 1, 0) :], EMBEDDING_WORDS) or _like(parts[-1:], TABLE_WORDS)
-
-
-def _is_head(path: str, p: Tensor, vocabulary: torch.Size | None) -> bool:
-    parts = list(
-        dropwhile(str.isdigit, bare(path.lower()).split("."))
-    )  # the first number may be a place in nn.Sequential
-    outside = list(takewhile(lambda x: not x.isdigit(), parts))
-    return _like(outside, HEAD_WORDS) or (outside == parts and p.shape == vocabulary)
-
-
-def _largest(tables: list[Tensor]) -> torch.Size | None:
-    """Shape of the embedding with the most rows: the vocabulary, not positions or token types."""
-    return max((p.shape for p in tables), key=lambda shape: shape[0], default=None)
-
-
-def _like(parts: Iterable[str], words: Iterable[str]) -> bool:
-    return any(fnmatchcase(part, word) for part in parts for word in words)
-
-
 def split_by_shape(group: dict[str, Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Split a group that states no `level`: matrices fold at `level`, the rest is plain Adam.
 
@@ -234,17 +180,49 @@ def split_by_shape(group: dict[str, Any], defaults: Mapping[str, Any]) -> list[d
     is split where it would change nothing (level 0, scale 1, rule "adam") or where one side is empty.
     """
     ours = {key: group.get(key, defaults[key]) for key in FOLDED_ONLY}
-    if "level" in group or ours == PLAIN:
-        return [group]
     named = [item if isinstance(item, tuple) else ("", item) for item in group["params"]]
-    vocabulary = _largest([p for name, p in named if isinstance(p, Tensor) and p.ndim == 2 and _is_table(name)])
+    named = [(name, p) for name, p in named if isinstance(p, Tensor)]
+    if "level" in group:
+        vectors = [p for _, p in named if p.ndim < 2 and p.requires_grad]
+        if group["level"] != 0 and 0 < len(vectors) < len(named):
+            warn_once(
+                f"a group states level={group['level']!r} itself, so its {len(vectors)} vectors (norms, biases) fold "
+                "as its matrices do. If a wrapper has put the level there (ZeroRedundancyOptimizer does), write "
+                "ZeroRedundancyOptimizer(param_groups(model, level=..., names=False), FOAM, ...) instead"
+            )
+        return [group]
+    if ours == PLAIN:
+        return [group]
+    vocabulary = largest([p for name, p in named if p.ndim == 2 and is_table(name)])
     sides: dict[bool, list[Any]] = {True: [], False: []}
-    for item, (name, p) in zip(group["params"], named):
-        folds = isinstance(p, Tensor) and _is_matrix(p)
-        sides[folds and not (name and (_is_table(name) or _is_head(name, p, vocabulary)))].append(item)
+    for item in group["params"]:
+        name, p = item if isinstance(item, tuple) else ("", item)
+        folds = isinstance(p, Tensor) and is_matrix(p)
+        sides[folds and not (name and (is_table(name) or is_head(name, p, vocabulary)))].append(item)
+    if any(is_matrix(p) and p.requires_grad and (not name or name.startswith(UNNAMED)) for name, p in named):
+        warn_once(
+            "FOAM was given parameters without names, so every matrix folds, embeddings and the head too. Write "
+            "FOAM(model, ...), or FOAM(model.named_parameters(), ...); with groups for weight decay "
+            "FOAM(param_groups(model, weight_decay=0.1, no_decay=True), ...), and with transformers' Trainer "
+            "Trainer(..., optimizers=(FOAM(model, ...), None))"
+        )
     rest = {**group, "params": sides[False], **PLAIN}
     folded = {**group, "params": sides[True], **ours}
     return [g for g in (folded, rest) if g["params"]] or [folded]
+
+
+_said: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """Warn once a process, at the line outside of torch and torchfoam that led here."""
+    if message in _said:
+        return
+    _said.add(message)
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "torchfoam"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def routing_table(opt: Any) -> str:

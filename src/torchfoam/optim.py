@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .fold import residual_ratio
-from .groups import check_there, param_groups, split_by_shape
+from .groups import UNNAMED, check_there, param_groups, split_by_shape, warn_once
 from .kernels import BACKENDS, Slot, choose, imagined, whole
 from .options import check, check_options, hyper, known_value
 from .rules import Hyper
@@ -71,7 +71,8 @@ class FOAM(Optimizer):
     [*lead, W], W = ceil(C / 2**level).
 
     Raises:
-        ValueError: nonsense hyperparameters, complex parameters, an unknown backend, or nothing to fold.
+        ValueError: nonsense hyperparameters, complex, sharded or lazy parameters, an unknown backend, or a module in
+            which nothing folds.
 
     >>> w = nn.Parameter(torch.ones(2, 8))
     >>> opt = FOAM([w], lr=0.1, level=2, weight_decay=0.0)
@@ -124,10 +125,11 @@ class FOAM(Optimizer):
             params = [{"params": params}] if isinstance(params, set) else list(params)
         super().__init__(params, defaults)
         asked = level != 0 and not any(isinstance(g, dict) and "level" in g for g in params)
-        if asked and not any(g["level"] != 0 for g in self.param_groups):
-            raise ValueError(
-                f"nothing folds: level={level!r} was asked for, but no parameter is a matrix; "
-                "use level=0 for plain AdamW, or give the group its own level"
+        several = sum(len(g["params"]) for g in self.param_groups) > 1  # of a dictionary of optimizers, one each
+        if asked and several and not any(g["level"] != 0 for g in self.param_groups):
+            warn_once(
+                f"nothing folds: level={level!r} was asked for, but no parameter is a matrix, so this FOAM is AdamW; "
+                "level=0 says so, or give the group its own level"
             )
 
     # ------------------------------------------------------------------ groups and state
@@ -140,9 +142,13 @@ class FOAM(Optimizer):
         if isinstance(params, set):
             raise TypeError("parameters must come in an order that is the same in every run, not in a set")
         params = [params] if isinstance(params, Tensor) else list(params)
+        if (names := param_group.get("param_names")) and not any(isinstance(x, tuple) for x in params):
+            if len(names) != len(params):  # groups of another optimizer, of which some were taken
+                raise ValueError(f"a group of {len(params)} parameters has {len(names)} names")
+            params = list(zip(names, params))
         if self.param_groups and "param_names" in self.param_groups[0]:  # then torch wants names of all
             here = sum(len(g["params"]) for g in self.param_groups)
-            params = [x if isinstance(x, tuple) else (f"unnamed.{i}", x) for i, x in enumerate(params, here)]
+            params = [x if isinstance(x, tuple) else (f"{UNNAMED}{i}", x) for i, x in enumerate(params, here)]
         groups = split_by_shape({**param_group, "params": params}, self.defaults)
         for group in groups:  # all is checked before anything is added
             self._check_group(group)
@@ -181,20 +187,14 @@ class FOAM(Optimizer):
                 choose(self.backend, p, merged)
 
     def _ensure_state(self, all_parameters: bool = False) -> None:
-        """Create the state of parameters that were swapped in or unfrozen later, drop that of parameters that left; the
-        rest follows its parameter."""
-        ours = set()
+        """Create the state of parameters that were swapped in or unfrozen later; the rest follows its parameter."""
         for group in self.param_groups:
             check(group, read=False)  # someone may have changed it since
         for group in self.param_groups:
-            ours.update(group["params"])
             for p in group["params"]:
                 mine = self.state.get(p)
                 if all_parameters or not mine or mine["m"].device != p.device:
                     self._keep(p, group, p.requires_grad if all_parameters else p.grad is not None)
-        if not self.state.keys() <= ours:
-            for p in self.state.keys() - ours:
-                del self.state[p]
 
     def _keep(self, p: Tensor, group: dict[str, Any], make: bool) -> None:
         """Let the state of p be where and as p is; `make` it if there is none."""
@@ -326,8 +326,14 @@ class FOAM(Optimizer):
     # ------------------------------------------------------------------ save and load
 
     def state_dict(self) -> dict[str, Any]:
-        """As of every torch optimizer; complete also right after parameters were swapped."""
+        """As of every torch optimizer; complete also right after parameters were swapped.
+
+        The state of parameters that have left is dropped here and not in `step`: DeepSpeed's ZeRO hides all groups but
+        one from a step.
+        """
         self._ensure_state(all_parameters=True)
+        for p in self.state.keys() - {p for group in self.param_groups for p in group["params"]}:
+            del self.state[p]
         return super().state_dict()
 
     def __getstate__(self) -> dict[str, Any]:

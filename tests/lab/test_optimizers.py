@@ -252,6 +252,8 @@ def test_options_reach_the_optimizer():
     opt = build(OptimizerConfig("foam", options={"level": 3, "overrides": {"body.1.*": {"level": "row"}}}), toy())
     assert {g["name"]: g["level"] for g in opt.param_groups}["folded"] == 3
     assert "row" in {g["level"] for g in opt.param_groups}
+    exempt = build(OptimizerConfig("foam", weight_decay=0.1, options={"no_decay": True}), toy()).param_groups
+    assert {g["name"]: g["weight_decay"] for g in exempt}.items() >= {("folded", 0.1), ("unfolded no decay", 0.0)}
     fitted = build(OptimizerConfig("foam", options={"state_budget": 1400}), toy())
     assert state_bytes(fitted) <= 1400 < state_bytes(build(OptimizerConfig("foam"), toy()))
     assert build(OptimizerConfig("foam-row"), toy()).param_groups[0]["level"] == "row"

@@ -31,6 +31,7 @@ OPTIONS = [
     ("foam", {"state": "int7"}, "int8"),
     ("foam", {"state_budget": "few"}, "300MB"),
     ("foam", {"state_budget": 10}, "cannot fit"),
+    ("foam", {"no_decay": "embedings"}, "did you mean 'embeddings'"),
     ("foam", {"overrides": {"*.nowhere": {"level": 3}}}, "matches no"),
     ("foam", {"backend": "abacus"}, "known: eager"),
     ("foam-mini", {"backend": "cpu"}, "only the adam rule"),
