@@ -98,6 +98,8 @@ def _recipe_first(args: list[str], models: bool = False) -> list[str]:
         first, rest = [*_model(args[0])], args[1:]
     elif args and not args[0].startswith("-"):
         first, rest = ["--config", _settings(recipe(args[0]))], args[1:]
+        if args[0] in presets() and _brings(rest):
+            first.append("--data.tokenizer=")  # the preset's is meant for the preset's model
     for k, arg in enumerate(rest):
         if arg == "--resume" or arg.startswith("--resume="):
             folder = Path(arg.partition("=")[2] or "".join(rest[k + 1 : k + 2]))
@@ -108,6 +110,14 @@ def _recipe_first(args: list[str], models: bool = False) -> list[str]:
                 raise UserError(f"no run to resume in {str(folder)!r}: give a folder made by `foamlab train`")
             first = ["--config", _settings(next(path for path in kept if path.is_file()))]
     return first + rest
+
+
+def _brings(args: list[str]) -> bool:
+    """Whether the flags name a model that brings its own tokenizer: a folder, or one of the hub."""
+    words = [*args, ""]
+    named = [words[k + 1] if word == "--model.name" else word.partition("=")[2]
+             for k, word in enumerate(args) if word.partition("=")[0] == "--model.name"]  # fmt: skip
+    return bool(named) and ("/" in named[-1] or Path(named[-1]).is_dir())
 
 
 def _settings(path: Path) -> str:

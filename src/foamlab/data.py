@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .config import DataConfig, UserError
+from .config import DataConfig, RunConfig, UserError
 from .corpora import Progress
-from .tokenizer import Tokenizer
-from .tokens import SPLITS, Split, cached
+from .documents import SPLITS, Split
+from .tokenizer import DEFAULT, Tokenizer
+from .tokenizer import settle as settled
+from .tokens import cached
+
+VERSION = 2  # of how text is read and split (`DataConfig.version`)
 
 IGNORED = -100  # the label that cross entropy leaves out (torch's own default)
 ROUNDS = 8
@@ -25,14 +30,29 @@ def prepare(config: DataConfig, seed: int, progress: Progress | None = None) -> 
     """Open the token cache of `config`, building it if need be, and return its corpus.
 
     `progress` is called with dicts told apart by "stage": hash, tokenizer and tokens (with "share" from 0 to 1, or
-    None if unknown; tokens also has "documents", "bytes" and "tokens"), wait (another process builds the same
-    cache) and warning (with "message").
+    None if unknown; tokens also has "documents", "bytes" and "tokens"), check (of an old cache), wait (another process
+    builds the same cache) and warning (with "message").
 
     Raises UserError for unknown names, missing or unreadable text, an empty corpus, a corpus too small for one row of
-    `config.sequence` tokens in either split, and a cache that cannot be written.
+    `config.sequence` tokens in either split, a cache that cannot be written, and text of which too much would be lost.
     """
     _check(config)
+    config = replace(config, tokenizer=config.tokenizer or DEFAULT, version=config.version or VERSION)
     return Corpus(*cached(config, progress or (lambda fact: None)), config, seed)
+
+
+def settle(config: RunConfig, version: int = VERSION) -> tuple[RunConfig, str]:
+    """The settings with the tokenizer and the version of the data named, and a warning about the tokenizer or "".
+
+    Args:
+        version: of the data where the settings leave it open: of an old run, its own.
+
+    Raises:
+        UserError: a model that needs its own tokenizer brings none; a tokenizer or hub model that is not there.
+    """
+    tokenizer, remark = settled(config.data.tokenizer, config.model.name)
+    data = replace(config.data, tokenizer=tokenizer, version=config.data.version or version)
+    return replace(config, data=data), remark
 
 
 def _check(config: DataConfig) -> None:
@@ -42,6 +62,10 @@ def _check(config: DataConfig) -> None:
         raise UserError(f"data.validation is a share of the documents, from 0 to below 1; got {config.validation}")
     if config.limit < 0 or config.workers < 0:
         raise UserError(f"data.limit and data.workers must not be negative, got {config.limit} and {config.workers}")
+    if not 0 <= config.lost <= 1:
+        raise UserError(f"data.lost is a share of the text, from 0 to 1; got {config.lost}")
+    if config.version not in range(VERSION + 1):
+        raise UserError(f"data.version is 0 (the newest) to {VERSION}, got {config.version}")
     if config.mode not in ("packed", "paper"):
         raise UserError(f"data.mode is packed or paper, got {config.mode!r}")
 
@@ -57,6 +81,8 @@ class Corpus:
         tokenizer: encode, decode, eos_id, pad_id, save(folder).
         vocab_size: ids lie below it.
         warnings: what the builder of the cache had to say, one line each.
+        key, digest: a hash of all that determines the tokens, and one of the tokens themselves (empty for the cache of
+            a stream that was written before there were such).
     """
 
     def __init__(self, folder: Path, about: dict[str, Any], config: DataConfig, seed: int) -> None:
@@ -64,6 +90,8 @@ class Corpus:
         self.tokenizer = Tokenizer.load(folder)
         self.vocab_size: int = about["vocab_size"]
         self.warnings: list[str] = about["warnings"]
+        self.key: str = about["key"]
+        self.digest = "".join(about.get("sha256", {}).get(f"{split}.bin", "") for split in SPLITS)
         self._tokens = {split: _map(folder / f"{split}.bin", about["dtype"]) for split in SPLITS}
         self._offsets = {split: _map(folder / f"{split}.offsets", "int64") for split in SPLITS}
         for split in SPLITS if config.validation else SPLITS[:1]:
@@ -137,7 +165,7 @@ class Corpus:
         kept = ("bytes", "duplicates", "blank", "not_unicode", "warnings", "versions")
         return {
             "name": self.config.name,
-            "hash": self.about["key"],
+            "hash": self.key,
             "documents": {split: len(self.offsets(split)) - 1 for split in SPLITS},
             "tokens": {split: len(self.tokens(split)) for split in SPLITS},
             "rows": {split: self.rows(split) for split in SPLITS},
@@ -145,6 +173,8 @@ class Corpus:
             "mode": self.config.mode,
             "tokenizer": self.config.tokenizer,
             "vocab_size": self.vocab_size,
+            "version": self.config.version,
+            "lost": self.about.get("lost", 0.0),
             **{name: self.about[name] for name in kept},
             "source": {**self.about["source"], **self.about["about"]},
             "cache": str(self.folder),

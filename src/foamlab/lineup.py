@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from . import optimizers, train
+from . import data, optimizers, train
 from .ablations import STUDIES, with_own
 from .config import OptimizerConfig, RunConfig, UserError, known_name, settings
 from .contest import MARGIN, Arm, Rule
@@ -160,9 +160,8 @@ def _checked(
     rule = Rule(step if step < t.steps else 0, hopeless)
     # a trial writes no sample; what threads it has is the same for all
     quiet = replace(t, sample="", keep=1, threads=t.threads or min(4, cores()), seed=seeds[0])
-    return Contest(
-        kind, replace(config, train=quiet, out=""), arms, list(seeds), finalists, rule, studies or {}, margin
-    )
+    config = replace(data.settle(config)[0], train=quiet, out="")
+    return Contest(kind, config, arms, list(seeds), finalists, rule, studies or {}, margin)
 
 
 def grids(text: str, flag: str) -> Grids:

@@ -127,7 +127,8 @@ class Training:
             "model": {"name": c.model.name, "parameters": sum(p.numel() for p in self.model.parameters())},
             "optimizer": plain(c)["optimizer"],
             "bytes": self.bytes(),
-            "data": self.corpus.describe()["hash"],
+            "data": self.corpus.key,
+            "corpus": self.corpus.describe(),
         }
         recorder.describe(status="running", **record.circumstances(recorder.info, self.step, hardware), **about)
         place: dict[str, Any] = {"folder": str(recorder.folder), "step": self.step, "steps": c.train.steps}
@@ -348,7 +349,7 @@ class Training:
             )
             self.emit({"kind": "note", "message": f"the checkpoint will not resume: {remark}"})
         training = {name: getattr(self, name) for name in PLACE} | {"optimizer": state, "remark": remark}
-        training |= {"config": json.dumps(plain(self.config)), "data": self.corpus.describe()["hash"]}
+        training |= {"config": json.dumps(plain(self.config)), "data": self.corpus.key, "digest": self.corpus.digest}
         self.recorder.sync()
         keep, tokenizer = self.config.train.keep, self.corpus.tokenizer
         path = checkpoint.save(self.folder, self.step, self.model, tokenizer, training, keep)

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from . import hub
 from .config import ModelConfig, UserError, known_name
 
 # transformers' configuration class of each family, and what all its presets share. Dropout is off, as in
@@ -123,7 +124,7 @@ def build(
     are read from its safetensors files. On the meta device nothing is allocated or drawn.
 
     Args:
-        config: the preset or folder, and whether activations are recomputed.
+        config: the preset, folder or hub model, and whether activations are recomputed.
         vocab_size: tokens the model must know; None takes the preset's (or folder's) own.
         sequence: tokens in a row: a preset gets as many positions, a folder must have them.
         device, dtype: where and how the weights are held.
@@ -132,8 +133,9 @@ def build(
     Raises:
         UserError: an unknown name, or a folder that is no model, has too few positions or too small a vocabulary.
     """
-    if config.name not in MODELS and Path(config.name).is_dir():
-        model = _folder(Path(config.name), vocab_size or 0, sequence, device, dtype)
+    if config.name not in MODELS and (hub.is_hub(config.name) or Path(config.name).is_dir()):
+        folder = hub.local(config.name, weights=torch.device(device).type != "meta")
+        model = _folder(folder, config.name, vocab_size or 0, sequence, device, dtype)
     else:
         preset = MODELS[known_name(config.name, MODELS, "model preset or folder")]
         model = _random(preset.config(vocab_size or preset.vocab, sequence), device, dtype, seed)
@@ -158,7 +160,9 @@ def _random(hf: Any, device: str | torch.device, dtype: torch.dtype, seed: int) 
     return model.to(device=device, dtype=dtype)
 
 
-def _folder(path: Path, vocab: int, sequence: int, device: str | torch.device, dtype: torch.dtype) -> nn.Module:
+def _folder(
+    path: Path, name: str, vocab: int, sequence: int, device: str | torch.device, dtype: torch.dtype
+) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -166,14 +170,14 @@ def _folder(path: Path, vocab: int, sequence: int, device: str | torch.device, d
     try:
         hf = AutoConfig.from_pretrained(path, **safe)
     except (OSError, ValueError) as e:
-        raise UserError(f"{path} is not a Hugging Face model folder: {_line(e)}") from e
+        raise UserError(f"{name} is not a Hugging Face model folder: {_line(e)}") from e
     text = hf.get_text_config()
     positions = getattr(text, "max_position_embeddings", None) or sequence
     if sequence > positions:
-        raise UserError(f"{path} has {positions} positions: data.sequence must be at most that, got {sequence}")
+        raise UserError(f"{name} has {positions} positions: data.sequence must be at most that, got {sequence}")
     if vocab > text.vocab_size:
         raise UserError(
-            f"the tokenizer has {vocab} tokens, {path} only {text.vocab_size}: use its own with --data.tokenizer {path}"
+            f"the tokenizer has {vocab} tokens, {name} only {text.vocab_size}: use its own with --data.tokenizer {name}"
         )
     if torch.device(device).type == "meta":
         return _random(hf, device, dtype, 0)
@@ -184,7 +188,7 @@ def _folder(path: Path, vocab: int, sequence: int, device: str | torch.device, d
             path, **safe, use_safetensors=True, attn_implementation="sdpa", dtype=dtype
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as e:
-        raise UserError(f"cannot load the model in {path}: {_line(e)}") from e
+        raise UserError(f"cannot load the model in {name}: {_line(e)}") from e
     finally:
         if bar:
             logging.enable_progress_bar()

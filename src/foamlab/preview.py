@@ -1,7 +1,7 @@
 """A run before it is run: settings resolved, where each parameter goes, bytes. All on the meta device.
 
-For `foamlab train --dry_run`. It reads no text, downloads and writes nothing; what memory the activations take is
-the planner's to say.
+For `foamlab train --dry_run`. It reads no text and writes nothing; of a model on the hub it fetches all but the
+weights. What memory the activations take is the planner's to say.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from torchfoam import FOAM, routing_table
 
-from . import machine, models, optimizers, simulate, thrift
-from .config import DataConfig, RunConfig, known_name
+from . import data, machine, models, optimizers, simulate, thrift
+from .config import RunConfig, known_name
 from .corpora import DATASETS
-from .tokenizer import identify, make
+from .tokenizer import vocabulary
 from .train import check, plain
 
 
@@ -27,10 +27,11 @@ def preview(config: RunConfig) -> str:
     Raises:
         UserError: settings that `train` would refuse, as far as can be told without reading the data.
     """
+    check(config.train)
+    known_name(config.data.name.partition(":")[0], DATASETS, "data set")
+    config, warning = data.settle(config)
     t, d = config.train, config.data
-    check(t)
-    known_name(d.name.partition(":")[0], DATASETS, "data set")
-    vocab = vocabulary(d)
+    vocab = vocabulary(d.tokenizer)[1]  # a small corpus may give fewer than bpe:SIZE asks
     device = machine.choose_device(t.device)
     precision, remark = machine.choose_precision(t.precision, device)
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
@@ -52,16 +53,10 @@ def preview(config: RunConfig) -> str:
         f"model   {config.model.name}: {weights:,} parameters with a vocabulary of {vocab:,}; precision {precision}",
         f"bytes   {size:,} of weights, {size:,} of gradients, {state:,} of optimizer state; activations come on top",
         f"data    {t.steps:,} steps of {t.batch} x {d.sequence} tokens: {t.steps * t.batch * d.sequence:,} tokens",
-        *([f"note    {remark}"] if remark else []),
-        "nothing was trained, written or downloaded (--dry_run)",
+        *(f"note    {line}" for line in (remark, warning) if line),
+        "nothing was trained or written, and no weights were downloaded (--dry_run)",
     ]
     return "\n".join(lines)
-
-
-def vocabulary(config: DataConfig) -> int:
-    """Tokens of the vocabulary, without training a tokenizer (a small corpus may give fewer than bpe:SIZE asks)."""
-    facts = identify(config.tokenizer)
-    return facts["size"] if facts["kind"] == "bpe" else make(config.tokenizer, iter(())).vocab_size
 
 
 def groups(optimizer: Optimizer) -> str:

@@ -102,8 +102,9 @@ def resume(folder: Path, jobs: int = 0, on_event: OnEvent = lambda event: None) 
         same_library(folder, [arm.label for arm in contest.arms if optimizers.ours(arm.optimizer)])
     held = lock(folder)
     try:
+        train.settle(contest.config, on_event)
         corpus = data.prepare(contest.config.data, contest.seeds[0], lambda e: on_event({**e, "kind": "prepare"}))
-        text = corpus.describe()["hash"]
+        text = corpus.key
         if kept.get("data", text) != text:
             raise UserError(f"{contest.config.data.name} has other text than when {folder} was begun: start anew")
         kept = {**kept, "status": "running", "data": text}

@@ -3,53 +3,51 @@
     CACHE/stdlib-0123456789abcdef/
         train.bin, validation.bin           token ids, uint16 or uint32, document after document, each ended by eos
         train.offsets, validation.offsets   int64, where each document begins, and the end
-        tokenizer.json, tokenizer_config.json
-        corpus.json                         written last: sizes of the other files, counts, and where all came from
+        tokenizer.json, tokenizer_config.json, ...
+        corpus.json                         written last: sha256 of the other files, counts, and where all came from
 
 The folder's name is a hash of everything that determines its tokens. It is built under another name and renamed when
-complete, one process at a time; a folder without corpus.json, or with a file of another size, is built again.
+complete, one process at a time; a folder without corpus.json, or with a file of other content, is built again.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import heapq
 import json
+import math
 import os
 import platform
 import shutil
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import filelock
 import numpy as np
 
 from .config import DataConfig, UserError
-from .corpora import Progress, Source, open_source
+from .corpora import Losses, Progress, Source, open_source
+from .documents import SPLITS, Distinct, Piece, chunks, lowest, pieces
 from .tokenizer import Tokenizer, identify, make
 
-Split = Literal["train", "validation"]
-FORMAT = 1
-SPLITS: tuple[Split, Split] = ("train", "validation")
 SAMPLE = 64 << 20  # a BPE is trained on the first so many characters: more of it changes little and costs memory
-PIECE = 1 << 19  # characters tokenized at once; longer documents are cut at a line end
 
 
 def cached(config: DataConfig, progress: Progress) -> tuple[Path, dict[str, Any]]:
     """The cache folder of `config` and its corpus.json; built if it is not there. Raises UserError."""
     source = open_source(config, progress)
     what = {
-        "format": FORMAT,
+        "format": config.version,
         "source": source.facts,
-        "tokenizer": identify(config.tokenizer),
+        "tokenizer": identify(config.tokenizer, config.version),
         "validation": config.validation,
         "limit": config.limit,
         **({"limited": "by hash"} if config.limit and not source.stream else {}),
@@ -57,40 +55,95 @@ def cached(config: DataConfig, progress: Progress) -> tuple[Path, dict[str, Any]
     key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
     root = Path(config.cache or "~/.cache/foamlab").expanduser()
     folder = root / f"{config.name.partition(':')[0]}-{key[:16]}"
-    if about := read_about(folder):
-        return folder, about
-    building = root / f".building-{folder.name}"
+    about = read_about(folder, progress, old=source.stream)
+    if about is None:
+        about = {"key": key, "name": config.name, **what, "about": source.about}
+        about = _built(folder, about, source, config, progress)
+    if config.version > 1 and (share := about.get("lost", 0.0)) > config.lost:
+        raise UserError(
+            f"{share:.1%} of {config.name} would be lost: {'; '.join(about['warnings'])}; mend it, name the text with "
+            f"--data.column, or allow this with --data.lost {math.ceil(share * 100) / 100:g}"
+        )
+    if kinds := source.about.get("other_kinds"):
+        about["warnings"] = [*about["warnings"], f"left out files of other kinds: {kinds}"]
+    for warning in about["warnings"]:
+        progress({"stage": "warning", "message": warning})
+    return folder, about
+
+
+def read_about(folder: Path, progress: Progress, old: bool = False) -> dict[str, Any] | None:
+    """corpus.json, or None if the folder is missing, half built or damaged.
+
+    Those written before there were hashes cannot be checked, and count as damaged unless `old` will do: a stream may
+    not be there to be read again.
+    """
+    try:
+        about: dict[str, Any] = json.loads((folder / "corpus.json").read_text("utf-8"))
+        if "sha256" not in about:
+            return about if old and _sizes(folder, about["files"]) == about["files"] else None
+        wrong = [name for name, size in _sizes(folder, about["files"]).items() if size != about["files"][name]]
+        wrong = wrong or [
+            n for n, digest in hashes(folder, about["files"], progress).items() if digest != about["sha256"][n]
+        ]
+        if about.pop("seal") != _seal(about):
+            wrong.append("corpus.json")
+    except FileNotFoundError as error:
+        wrong = [Path(error.filename).name]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        wrong = ["corpus.json"]
+    if wrong and folder.exists():
+        message = f"the token cache {folder} is damaged ({wrong[0]} is not as it was written): it is built again"
+        progress({"stage": "warning", "message": message})
+    return None if wrong else about
+
+
+def _sizes(folder: Path, names: Iterable[str]) -> dict[str, int]:
+    return {name: (folder / name).stat().st_size for name in names}
+
+
+def hashes(folder: Path, names: Iterable[str], progress: Progress) -> dict[str, str]:
+    """sha256 of each file; `progress` is told where that takes more than two seconds."""
+    found, done, began = {}, 0, time.monotonic()
+    whole = sum(_sizes(folder, names := list(names)).values())
+    for name in names:
+        digest = hashlib.sha256()
+        with (folder / name).open("rb") as stream:
+            while block := stream.read(1 << 22):
+                digest.update(block)
+                done += len(block)
+                if time.monotonic() - began > 2:
+                    progress({"stage": "check", "share": done / whole})
+        found[name] = digest.hexdigest()
+    return found
+
+
+def _seal(about: dict[str, Any]) -> str:
+    """A hash of corpus.json's own content."""
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+def _built(
+    folder: Path, about: dict[str, Any], source: Source, config: DataConfig, progress: Progress
+) -> dict[str, Any]:
+    """Build the cache, unless another process is first."""
+    root, building = folder.parent, folder.with_name(f".building-{folder.name}")
     try:
         root.mkdir(parents=True, exist_ok=True)
         with _alone(root / f".{folder.name}.lock", progress):
-            if about := read_about(folder):  # another process was first
-                return folder, about
+            if found := read_about(folder, lambda fact: None):  # another process was first
+                return found
             for remains in (folder, building):
                 if remains.exists():
                     shutil.rmtree(remains)
             try:
                 building.mkdir()
-                about = {"key": key, "name": config.name, **what, "about": source.about}
                 _build(building, about, source, config, progress)
                 building.rename(folder)
             finally:
                 shutil.rmtree(building, ignore_errors=True)
     except OSError as error:
         raise UserError(_disk_trouble(error, root)) from error
-    about = read_about(folder)
-    if about is None:
-        raise UserError(f"the token cache {folder} vanished while it was built; try again")
-    return folder, about
-
-
-def read_about(folder: Path) -> dict[str, Any] | None:
-    """corpus.json, or None if the folder is missing, half built or cut short."""
-    try:
-        about: dict[str, Any] = json.loads((folder / "corpus.json").read_text("utf-8"))
-        whole = all((folder / name).stat().st_size == size for name, size in about["files"].items())
-    except (OSError, ValueError, KeyError):
-        return None
-    return about if whole else None
+    return about
 
 
 def _disk_trouble(error: OSError, root: Path) -> str:
@@ -112,96 +165,6 @@ def _alone(path: Path, progress: Progress) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-# Documents
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A document, or part of a long one: its text, its split, and whether the document ends here."""
-
-    text: str
-    split: Split
-    ends: bool = True
-
-
-class _Distinct:
-    """The documents of a source without blanks and copies, at most `limit`, each with its split.
-
-    The split is the first 64 bits of a document's hash, as a fraction, against the validation share: it does not
-    change when other documents come or go. Those whose second 64 bits are above `bound` are left out.
-    Memory: some 100 bytes a document.
-    """
-
-    def __init__(self, texts: Iterator[str], config: DataConfig, bound: bytes = b"\xff" * 8) -> None:
-        self.texts, self.limit, self.share, self.bound = texts, config.limit, config.validation, bound
-        self.counts = {"documents": 0, "bytes": 0, "duplicates": 0, "blank": 0, "not_unicode": 0}
-
-    def __iter__(self) -> Iterator[_Piece]:
-        counts = self.counts
-        for text, size, digest in self.distinct():
-            if digest[8:] > self.bound:
-                continue
-            counts["documents"] += 1
-            counts["bytes"] += size
-            held_out = int.from_bytes(digest[:8], "big") < self.share * 2**64
-            yield _Piece(text, SPLITS[held_out])
-            if counts["documents"] == self.limit:
-                return
-
-    def distinct(self) -> Iterator[tuple[str, int, bytes]]:
-        """(text, its bytes, its hash) of every document that is none of the others."""
-        counts, seen = self.counts, set()
-        for text in self.texts:
-            if not text.strip():
-                counts["blank"] += 1
-                continue
-            try:
-                data = text.encode()
-            except UnicodeEncodeError:  # half a surrogate pair, from a JSON escape
-                counts["not_unicode"] += 1
-                continue
-            digest = hashlib.blake2b(data, digest_size=16).digest()
-            if digest in seen:
-                counts["duplicates"] += 1
-                continue
-            seen.add(digest)
-            yield text, len(data), digest
-
-
-def _bound(source: Source, config: DataConfig, progress: Progress) -> bytes:
-    """The hash up to which the `limit` documents with the lowest ones are taken: a sample of all, in their order.
-
-    Files may be sorted (reviews by their verdict), so their first documents would stand for few of the others. What a
-    lower limit takes, a higher one takes too.
-    """
-    progress({"stage": "hash", "share": None})
-    everything = _Distinct(source.read(lambda warning: None), config).distinct()
-    lowest = heapq.nsmallest(config.limit, (digest[8:] for _, _, digest in everything))
-    return lowest[-1] if lowest else b""
-
-
-def _pieces(document: _Piece) -> Iterator[_Piece]:
-    text, start = document.text, 0
-    while len(text) - start > PIECE:
-        end = text.rfind("\n", start, start + PIECE) + 1 or start + PIECE
-        yield _Piece(text[start:end], document.split, ends=False)
-        start = end
-    yield _Piece(text[start:], document.split) if start else document
-
-
-def _chunks(documents: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    """Pieces in groups of about PIECE characters: enough for a thread to work on, little enough to hold."""
-    chunk, size = [], 0
-    for piece in chain.from_iterable(map(_pieces, documents)):
-        chunk.append(piece)
-        size += len(piece.text)
-        if size >= PIECE:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
 
 
 # Tokens
@@ -227,9 +190,12 @@ class _Writer:
 
 
 def _build(folder: Path, about: dict[str, Any], source: Source, config: DataConfig, progress: Progress) -> None:
-    warnings: list[str] = []
-    chosen = (_bound(source, config, progress),) if config.limit and not source.stream else ()
-    distinct = _Distinct(source.read(warnings.append), config, *chosen)
+    losses, chosen = Losses(), []
+    if config.limit and not source.stream:
+        progress({"stage": "hash", "share": None})
+        chosen = [lowest(source.read(losses), config)]
+    texts = source.read(Losses() if chosen else losses)
+    distinct = Distinct(texts, config, *chosen)
     tokenizer, documents = _tokenizer(config, iter(distinct), progress)
     tokenizer.save(folder)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
@@ -239,7 +205,8 @@ def _build(folder: Path, about: dict[str, Any], source: Source, config: DataConf
             for piece, ids in chunk:
                 writers[piece.split].add(ids, piece.ends)
             _report(progress, distinct, source, sum(writer.end for writer in writers.values()))
-    counts = distinct.counts
+    texts.close()  # of a stream only now all is counted
+    counts, warnings = distinct.counts, losses.warnings()
     if not counts["documents"]:
         aside = ", ".join(f"{number} {name}" for name, number in counts.items() if number)
         why = "; ".join([aside or "no documents", *warnings])
@@ -252,18 +219,18 @@ def _build(folder: Path, about: dict[str, Any], source: Source, config: DataConf
             f"too few documents ({counts['documents']}) to hold out whole ones: validation is the last "
             f"{config.validation:.0%} of the tokens"
         )
-    for warning in warnings:
-        progress({"stage": "warning", "message": warning})
-    about |= {"dtype": dtype.name, "vocab_size": tokenizer.vocab_size, "warnings": warnings, **counts}
+    lost = max(losses.share, counts["not_unicode"] / (counts["documents"] + counts["not_unicode"]))
+    about |= {"dtype": dtype.name, "vocab_size": tokenizer.vocab_size, "warnings": warnings, "lost": lost, **counts}
     about["versions"] = {"python": platform.python_version(), "tokenizers": version("tokenizers")}
-    about["files"] = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-    (folder / "corpus.json").write_text(json.dumps(about, indent=1), "utf-8")
+    about["files"] = _sizes(folder, sorted(file.name for file in folder.iterdir()))
+    about["sha256"] = hashes(folder, about["files"], progress)
+    (folder / "corpus.json").write_text(json.dumps({**about, "seal": _seal(about)}, indent=1), "utf-8")
     for file in folder.iterdir():  # on disk before the folder gets its name, so a power cut leaves no hollow cache
         with file.open("rb+") as stream:
             os.fsync(stream.fileno())
 
 
-def _report(progress: Progress, distinct: _Distinct, source: Source, tokens: int) -> None:
+def _report(progress: Progress, distinct: Distinct, source: Source, tokens: int) -> None:
     """How far we are: of the documents asked for, of the bytes on disk, or unknown."""
     documents, size = distinct.counts["documents"], distinct.counts["bytes"]
     share = documents / distinct.limit if distinct.limit else size / source.size if source.size else None
@@ -271,9 +238,7 @@ def _report(progress: Progress, distinct: _Distinct, source: Source, tokens: int
     progress({"stage": "tokens", "share": share, "documents": documents, "bytes": size, "tokens": tokens})
 
 
-def _tokenizer(
-    config: DataConfig, documents: Iterator[_Piece], progress: Progress
-) -> tuple[Tokenizer, Iterator[_Piece]]:
+def _tokenizer(config: DataConfig, documents: Iterator[Piece], progress: Progress) -> tuple[Tokenizer, Iterator[Piece]]:
     """The tokenizer, and all documents. A BPE learns from the training documents among the first SAMPLE characters."""
     if identify(config.tokenizer)["kind"] != "bpe":
         return make(config.tokenizer, iter(())), documents
@@ -284,19 +249,21 @@ def _tokenizer(
         size += len(document.text)
         if size >= SAMPLE:
             break
-    train = [piece.text for document in head if document.split == "train" for piece in _pieces(document)]
+    train = [piece.text for document in head if document.split == "train" for piece in pieces(document)]
     with _parallel(config.workers != 1):
-        tokenizer = make(config.tokenizer, iter(train or [document.text for document in head]))
+        texts = iter(train or [document.text for document in head])
+        waiting = partial(progress, {"stage": "tokenizer", "share": None})
+        tokenizer = make(config.tokenizer, texts, config.version, waiting)
     return tokenizer, chain(head, documents)
 
 
 def _encode(
-    tokenizer: Tokenizer, documents: Iterable[_Piece], workers: int
-) -> Iterator[Iterable[tuple[_Piece, np.ndarray]]]:
+    tokenizer: Tokenizer, documents: Iterable[Piece], workers: int
+) -> Iterator[Iterable[tuple[Piece, np.ndarray]]]:
     """Pieces in order with their ids, tokenized by `workers` threads (the tokenizers library lets Python's lock go)."""
-    running: deque[tuple[list[_Piece], Future[list[np.ndarray]]]] = deque()
+    running: deque[tuple[list[Piece], Future[list[np.ndarray]]]] = deque()
     with _parallel(False), ThreadPoolExecutor(workers) as pool:
-        for chunk in _chunks(documents):
+        for chunk in chunks(documents):
             running.append((chunk, pool.submit(tokenizer.encode_many, [piece.text for piece in chunk])))
             if len(running) > 2 * workers:
                 done, ids = running.popleft()

@@ -19,17 +19,18 @@ from . import checkpoint, data, fit, machine, models, optimizers, record, restor
 from .config import RunConfig, TrainConfig, UserError
 from .loop import OnEvent, Result, Training, plain
 from .signals import stop_requests
+from .tokenizer import vocabulary
 
 __all__ = ["Result", "train"]
 
 # settings that make it another run: they must not change on resume
 FIXED = (
     "model.name", "optimizer.name", "optimizer.options", "data.name", "data.tokenizer", "data.sequence", "data.mode",
-    "data.validation", "data.limit", "data.column", "train.precision",
+    "data.validation", "data.limit", "data.column", "data.version", "train.precision",
 )  # fmt: skip
 # settings that change no weight: they may change without a word
 FREE = (
-    "out", "data.cache", "data.workers", "train.eval_every", "train.eval_tokens", "train.checkpoint_every",
+    "out", "data.cache", "data.workers", "data.lost", "train.eval_every", "train.eval_tokens", "train.checkpoint_every",
     "train.keep", "train.patience", "train.sample", "train.tensorboard", "train.memory", "train.release",
     "train.residual_every",
 )  # fmt: skip
@@ -63,11 +64,7 @@ def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = 
         config = replace(config, optimizer=optimizers.resolve(config.optimizer), train=replace(t, precision=name))
         saved: dict[str, Any] = {}
         if resume is not None:
-            folder, source = checkpoint.find(resume)
-            saved = checkpoint.load(source)
-            was = restoring.check(saved, source / checkpoint.TRAINING)
-            for message in changes(was, plain(config), source):
-                emit({"kind": "note", "message": message})
+            config, folder, source, saved = old(config, resume, emit)
             if saved["step"] == t.steps and (over := Result.of(folder, t.steps)):
                 more = f"to go on, give --train.steps above {t.steps}"
                 emit({"kind": "note", "message": f"{folder} is finished, nothing is changed; {more}"})
@@ -79,12 +76,15 @@ def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = 
             if config.out and folder.exists():
                 raise UserError(f"{folder} exists already: choose another --out, or go on with --resume {folder}")
             checkpoint.check_room(folder, 0)
+            config = settle(config, emit)
         rehearse(config, world.device, world.size)
+        if t.steps:  # what cannot fit with the smallest vocabulary it may get need not read its text
+            fit.preflight(config, world.device, vocabulary(config.data.tokenizer)[0], world.size)
         with world.first():  # one process builds the token cache, the others read it
             corpus = data.prepare(config.data, t.seed, lambda event: emit({**event, "kind": "prepare"}))
         if t.steps:
             corpus.batch("train", 0, t.batch)  # a corpus smaller than a batch is refused before anything is written
-        if resume is not None and saved["data"] != corpus.describe()["hash"]:
+        if resume is not None and (saved["data"], saved.get("digest", corpus.digest)) != (corpus.key, corpus.digest):
             raise UserError(f"{source} was trained on other text or tokens than {config.data.name} has now: start anew")
         dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
         place = (config, world.device, corpus.vocab_size, world.size)
@@ -105,6 +105,27 @@ def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = 
             if not fit.out_of_memory(e):
                 raise
             raise UserError(fit.after(*place)) from e
+
+
+def settle(config: RunConfig, emit: OnEvent, version: int = data.VERSION) -> RunConfig:
+    """The settings with nothing about the data left open (`data.settle`)."""
+    config, remark = data.settle(config, version)
+    if remark:
+        emit({"kind": "prepare", "stage": "warning", "message": remark})
+    return config
+
+
+def old(config: RunConfig, resume: Path, emit: OnEvent) -> tuple[RunConfig, Path, Path, dict[str, Any]]:
+    """Of a run to go on with: its settings, folder and checkpoint, and what that holds."""
+    folder, source = checkpoint.find(resume)
+    saved = checkpoint.load(source)
+    was = restoring.check(saved, source / checkpoint.TRAINING)
+    if isinstance(kept := was.setdefault("data", {}), dict):
+        kept.setdefault("version", 1)  # written before there were versions
+    config = settle(config, emit, flat(was).get("data.version", 1))
+    for message in changes(was, plain(config), source):
+        emit({"kind": "note", "message": message})
+    return config, folder, source, saved
 
 
 def rehearse(config: RunConfig, device: torch.device, processes: int = 1) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from foamlab import documents
 from foamlab.config import DataConfig, UserError
 from foamlab.data import Corpus, permuted, prepare
 
@@ -183,13 +185,14 @@ FOLDERS = {
 }
 
 
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("tokenizer", FOLDERS)
-def test_tokens_of_a_whole_corpus_are_what_they_were(place: Path, tokenizer: str) -> None:
-    folder = corpus(place, tokenizer=tokenizer).folder
+def test_tokens_of_a_whole_corpus_are_what_they_were(place: Path, tokenizer: str, version: int) -> None:
+    folder = corpus(place, tokenizer=tokenizer, version=version).folder
     files = [folder / f"{split}.{kind}" for split in ("train", "validation") for kind in ("bin", "offsets")]
     assert hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() == FOLDERS[tokenizer]
-    if tokenizer == "bytes":
-        assert corpus(place).describe()["hash"].startswith("a6d895d1965b04b8")
+    if (tokenizer, version) == ("bytes", 1):
+        assert corpus(place, version=1).describe()["hash"].startswith("a6d895d1965b04b8")
 
 
 def test_describe_counts(place: Path) -> None:
@@ -245,3 +248,37 @@ def test_one_document_gives_its_tail_to_validation(tmp_path: Path) -> None:
     assert "too few documents (1)" in data.warnings[0]
     assert {"stage": "warning", "message": data.warnings[0]} in events
     assert prepare(config, 0).warnings == data.warnings  # also from the cache
+
+
+def test_long_documents_are_held_out_by_passages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "PASSAGE", 400)
+    texts = ["\n".join(f"file {i}, line {j}: {document(j % 50)}" for j in range(40 * i)) for i in (1, 3, 5)]
+    (tmp_path / "texts").mkdir()
+    for i, text in enumerate(texts):
+        (tmp_path / "texts" / f"{i}.txt").write_text(text, "utf-8")
+    config = DataConfig(f"text:{tmp_path / 'texts'}", "bytes", 8, validation=0.2, cache=str(tmp_path / "cache"))
+    data = prepare(config, 0)
+    train, held = documents_of(data, "train"), documents_of(data, "validation")
+    for text in texts:  # each character in one split, in parts that begin where another ended
+        parts = sorted((part for part in train + held if part in text), key=text.index)
+        assert "".join(parts) == text
+        assert all(part.endswith("\n") for part in parts[:-1])
+    share = sum(map(len, held)) / sum(map(len, texts))
+    assert 0.1 < share < 0.3 and all(any(part in text for part in held) for text in texts)
+    assert not data.warnings
+    old = prepare(replace(config, version=1), 0)  # whole documents: here by chance none, and so the tail of the last
+    assert old.tokenizer.decode(old.tokens("train")) + old.tokenizer.decode(old.tokens("validation")) == "".join(texts)
+    assert "too few documents (3)" in old.warnings[0] and old.key != data.key
+
+
+def test_a_passage_keeps_its_split_when_its_document_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "PASSAGE", 400)
+    lines = [document(i) + "\n" for i in range(300)]
+    (tmp_path / "a.txt").write_text("".join(lines[:200]), "utf-8")
+    (tmp_path / "b.txt").write_text("".join(lines), "utf-8")
+    both = [
+        prepare(DataConfig(f"text:{tmp_path / name}", "bytes", 8, validation=0.2, cache=str(tmp_path / "c")), 0)
+        for name in ("a.txt", "b.txt")
+    ]
+    few, more = ("".join(documents_of(data, "validation")) for data in both)
+    assert more.startswith(few[: len(few) // 2]) and len(more) > len(few)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from foamlab import tokens
+from foamlab import documents, tokens
 from foamlab.config import DataConfig, UserError
 from foamlab.data import prepare
 
@@ -65,16 +66,56 @@ def test_two_builders_at_once_build_once(config: DataConfig) -> None:
     prepare(config, 0, lambda fact: pytest.fail("built again") if fact["stage"] == "tokens" else None)
 
 
-@pytest.mark.parametrize("name", ["train.bin", "validation.offsets", "tokenizer.json", "corpus.json"])
-@pytest.mark.parametrize("how", ["cut", "gone"])
-def test_damaged_cache_is_built_again(config: DataConfig, name: str, how: str) -> None:
+FILES = ["train.bin", "train.offsets", "validation.bin", "validation.offsets", "tokenizer.json", "corpus.json"]
+DAMAGE = {
+    "cut": lambda data: data[:-2],
+    "zeros": lambda data: data[: len(data) // 4] + bytes(len(data) - len(data) // 4),
+    "one bit": lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
+    "gone": None,
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damaged_cache_is_told_and_built_again(config: DataConfig, name: str, how: str) -> None:
     folder = prepare(config, 0).folder
-    before = content(folder)
-    if how == "cut":
-        os.truncate(folder / name, (folder / name).stat().st_size - 2)
+    before, damage = content(folder), DAMAGE[how]
+    if damage:
+        (folder / name).write_bytes(damage((folder / name).read_bytes()))
     else:
         (folder / name).unlink()
+    events: list[dict] = []
+    corpus = prepare(config, 0, events.append)
+    assert content(corpus.folder) == before
+    told = [event["message"] for event in events if event["stage"] == "warning"]
+    assert told == [f"the token cache {folder} is damaged ({name} is not as it was written): it is built again"]
+    prepare(config, 0, lambda fact: pytest.fail(str(fact)) if fact["stage"] != "hash" else None)
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "{}", '{"files": 3, "sha256": []}', "[" * 100_000])
+def test_a_foreign_corpus_json_is_built_again(config: DataConfig, text: str) -> None:
+    folder = prepare(config, 0).folder
+    before = content(folder)
+    (folder / "corpus.json").write_text(text)
     assert content(prepare(config, 0).folder) == before
+
+
+def test_a_cache_of_old_is_kept_only_where_it_cannot_be_made_anew(config: DataConfig) -> None:
+    folder = prepare(config, 0).folder
+    before, about = content(folder), json.loads((folder / "corpus.json").read_text())
+    del about["sha256"], about["seal"]
+    (folder / "corpus.json").write_text(json.dumps(about))
+    assert tokens.read_about(folder, pytest.fail, old=True) == about
+    assert content(prepare(config, 0).folder) == before
+
+
+def test_a_slow_check_is_told(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = prepare(config, 0).folder
+    clock = iter(range(0, 1000, 3))
+    monkeypatch.setattr(tokens.time, "monotonic", lambda: next(clock))
+    events: list[dict] = []
+    tokens.hashes(folder, ["train.bin", "train.offsets"], events.append)
+    assert [event["stage"] for event in events] == ["check", "check"] and events[-1]["share"] == 1
 
 
 def test_full_disk_leaves_nothing_and_says_so(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +178,7 @@ def test_long_documents_in_pieces_and_threads_change_nothing(tmp_path: Path, mon
     (tmp_path / "texts" / "short.txt").write_text("short")
     found = []
     for workers in (1, 3):
-        monkeypatch.setattr(tokens, "PIECE", 4000)
+        monkeypatch.setattr(documents, "PIECE", 4000)
         before = os.environ.get("TOKENIZERS_PARALLELISM")
         config = DataConfig(f"text:{tmp_path / 'texts'}", "bpe:300", 8, "packed", 0.0, workers=workers)
         config.cache = str(tmp_path / f"cache{workers}")
@@ -153,7 +194,7 @@ def test_long_documents_in_pieces_and_threads_change_nothing(tmp_path: Path, mon
 def test_building_reads_little_ahead_of_what_it_writes(
     config: DataConfig, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokens, "PIECE", 100)
+    monkeypatch.setattr(documents, "PIECE", 100)
     monkeypatch.setattr(tokens, "SAMPLE", 500)
     events: list[dict] = []
     prepare(DataConfig(**{**vars(config), "tokenizer": tokenizer, "workers": 1}), 0, events.append)
@@ -169,9 +210,9 @@ def test_the_tokenizer_never_sees_validation_text(config: DataConfig) -> None:
     train = corpus.tokenizer.decode(corpus.tokens("train"))
     real = tokens.make
 
-    def spy(spec: str, texts: object) -> object:
+    def spy(spec: str, texts: object, *rest: object) -> object:
         seen.extend(texts)
-        return real(spec, iter(seen))
+        return real(spec, iter(seen), *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokens, "make", spy)

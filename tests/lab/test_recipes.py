@@ -23,7 +23,8 @@ from foamlab import arguments, cards, checkpoint, models, optimizers
 from foamlab.config import RunConfig
 from foamlab.loop import plain
 from foamlab.planner import Planner
-from foamlab.preview import preview, vocabulary
+from foamlab.preview import preview
+from foamlab.tokenizer import vocabulary
 from foamlab.train import train
 from tolerances import exact
 
@@ -119,7 +120,7 @@ def planned(row: list[str], *flags: str) -> str:
     """What the planner says that one GPU needs; it must fit the card."""
     name, n, card = row[:3]
     c = parse(name, *flags)
-    plan = Planner(c, gpus=int(n), card=card, vocabulary=vocabulary(c.data)).plan(c)
+    plan = Planner(c, gpus=int(n), card=card, vocabulary=vocabulary(c.data.tokenizer)[1]).plan(c)
     assert plan.total < 0.95 * cards.memory(card)
     return cards.gb(plan.total).removesuffix(" GB")
 
