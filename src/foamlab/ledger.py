@@ -17,7 +17,7 @@ from typing import Any
 
 from .config import UserError
 from .contest import MARGIN, Arm, Outcome, Rule
-from .reading import plain_name, read_json
+from .reading import parse_json, plain_name, read_json
 from .record import installed, read_metrics, read_run, write_atomically, writing
 
 FILE, STOPPED = "contest.json", "stopped.json"
@@ -97,8 +97,8 @@ def newest(folder: Path, tail: int = 8192) -> dict[str, Any]:
     with suppress(OSError), open(folder / "metrics.jsonl", "rb") as f:
         f.seek(max(os.fstat(f.fileno()).st_size - tail, 0))
         for text in f.read().split(b"\n")[:-1]:
-            with suppress(ValueError):  # the first may be cut
-                line = json.loads(text)
+            with suppress(UserError, KeyError, TypeError):  # the first may be cut
+                line = parse_json(text, folder)
                 known["step"] = line["step"]
                 known["evaluated" if line["kind"] == "eval" else "loss"] = line.get("loss")
     return known

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import inspect
 import os
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .config import UserError
 
@@ -116,6 +118,17 @@ def choose_precision(name: Precision | Literal["auto"], device: torch.device) ->
     supported = (getattr(torch.cpu, f"_is_{x}_supported", bool)() for x in ("avx512_bf16", "amx_tile"))
     slow = f"this CPU has no fast bfloat16: train.precision {name} will be many times slower than float32 here"
     return name, "" if any(supported) else slow
+
+
+def parallel(model: nn.Module) -> DistributedDataParallel:
+    """The model with gradients averaged over all processes. Buffers are alike everywhere: they are not sent each step.
+
+    Newer torch warns of the older name for that.
+    """
+    known = inspect.signature(DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    settings: dict[str, Any] = {name: False}
+    return DistributedDataParallel(model, **settings)
 
 
 class Memory:

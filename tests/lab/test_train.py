@@ -586,3 +586,13 @@ def test_precision_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.choose_precision("auto", cpu) == ("float32", "")
     name, remark = machine.choose_precision("bfloat16", cpu)
     assert name == "bfloat16" and "no fast bfloat16" in remark
+
+
+def test_processes_share_gradients_without_a_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
+    try:
+        model = machine.parallel(torch.nn.BatchNorm1d(3))
+        assert not [w for w in recwarn if issubclass(w.category, FutureWarning)]
+        assert not (getattr(model, "forward_sync_buffers", False) or getattr(model, "broadcast_buffers", False))
+    finally:
+        torch.distributed.destroy_process_group()
