@@ -37,7 +37,7 @@ class Fit:
         why: why nothing fits, or "".
         rows, sequence: most rows a pass (at the sequence length set), and the longest sequence (one row a pass), that
             `mildest` has room for; 0 where nothing fits or there is no card.
-        rivals: for every optimizer at its defaults: name, state, total (without the step's own), fits, peak.
+        rivals: for every optimizer at its defaults: name, options, state, total (without the step's own), fits, peak.
         sharded: number of GPUs -> bytes on each, if the run is sharded over them by FSDP2 (modelled).
     """
 
@@ -70,7 +70,8 @@ def fit(planner: Planner, config: RunConfig, everything: bool = False) -> Fit:
     rows = sequence = 0
     if mildest and planner.capacity:
         rows, sequence = most_rows(planner, mildest.config), longest(planner, mildest.config)
-    gpus = {n: sharded(planner, config, n) for n in (2, 4, 8) if config.train.batch >= n}
+    many = (2, 4, 8) if not config.train.release else ()  # each would step on its own gradient
+    gpus = {n: sharded(planner, config, n) for n in many if config.train.batch >= n}
     changes = differences(asked.config, mildest.config) if mildest else []
     return Fit(asked, mildest, changes, why, rows, sequence, rivals(planner, asked, everything), gpus)
 
@@ -219,42 +220,58 @@ def longest(planner: Planner, config: RunConfig, unit: int = 64, limit: int = 2*
 def sharded(planner: Planner, config: RunConfig, gpus: int) -> int:
     """Bytes on each of `gpus` GPUs if FSDP2 shards weights, gradients and state by their first dimension.
 
-    Modelled: the largest block's weights are there whole twice (one computes, the next is fetched) and its gradients
-    once, what belongs to no block is whole throughout, and each GPU passes its share of the rows.
+        peak = (weights + state) / n + buffers + max(passes, step)
+        passes = max over t of  gathered + gradients(t) + activations(t) + logits(t) + temporaries(t)
+        step   = gradients / n + what the optimizer's step needs
+
+    Modelled: in the passes the largest block's weights are gathered twice (one computes, the next is fetched), a
+    block's gradients are whole until the last of them is there, what belongs to no block is whole, weights and
+    gradients, to the end; and each GPU passes its share of the rows.
     """
     batch = config.train.batch - config.train.batch % gpus
-    few = Planner(planner.base, planner.source, planner.device, gpus, None, planner.vocabulary)
+    few = Planner(planner.base, planner.source, planner.device, gpus, planner.card, planner.vocabulary)
     few._cache = planner._cache
-    plan = few.plan(replace(config, train=replace(config.train, batch=batch)))
-    model = planner.model(plan.config)
-    blocks: Any = simulate.blocks_of(model) or []
+    settled = few.settle(replace(config, train=replace(config.train, batch=batch)))
+    model = few.model(settled)
+    optimizer = few.optimizer(settled)
+    size = few.sizes(settled)
+    blocks: Any = simulate.blocks_of(model, 2) or []
     inside = [sum(p.nbytes for p in block.parameters()) for block in blocks]
-    whole = 3 * max(inside, default=0) + 2 * (plan.exact["weights"] - sum(inside))
-    share = sum(-(-p.shape[0] // gpus) * (p.nbytes // max(p.shape[0], 1)) for p in model.parameters() if p.ndim)
-    part = share / max(plan.exact["weights"], 1)
-    kept = (plan.exact["weights"] + plan.exact["gradients"] + plan.exact["state"]) * part
-    moving = sum(plan.peak.get(kind, 0) for kind in ("activations", "logits", "temporaries", "slack", "context"))
-    return int(kept + whole + moving)
+    gathered = 2 * max(inside, default=0) + size["weights"] - sum(inside)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    gradients = sum(simulate.shard(p, gpus) for p in trained)
+    kept = sum(simulate.shard(p, gpus) for p in model.parameters()) + size["buffers"]
+    kept += int(optimizer.state * gradients / max(size["gradients"], 1))
+    peak = kept + max(gathered + few.passes(settled, gpus).total, gradients + optimizer.scratch)
+    return peak + sum(few.overheads(peak).values())
 
 
 def rivals(planner: Planner, asked: Plan, everything: bool) -> list[dict[str, Any]]:
     """The run under each optimizer at its defaults, without what the step itself needs for a while.
 
-    Those of other packages are left out, unless asked for or `everything` is.
+    FOAM's moments are as wide as those of the others, which are held like the weights: under bfloat16 weights they are
+    bfloat16 too, unless the optimizer's own options say otherwise (foam-int8).
 
-    One that cannot be had here, or not with the run's other settings, is left out.
+    Optimizers of other packages are left out, unless asked for or `everything` is. One that cannot be had here, or not
+    with the run's other settings, is left out.
     """
     rows = []
+    narrow = asked.config.train.precision == "bfloat16"
     for name, entry in optimizers.OPTIMIZERS.items():
         if entry.install and not everything and name != asked.config.optimizer.name:
             continue
+        ours = optimizers.ours(name)
+        options: dict[str, Any] = {"from_scratch": True} if name == "lora" else {}
+        if narrow and ours and "state" not in entry.options:
+            options["state"] = "bfloat16"
+        train = asked.config.train if ours else replace(asked.config.train, release=False, residual_every=0)
+        rival = replace(asked.config, optimizer=OptimizerConfig(name, options=options), train=train)
         try:
-            options = {"from_scratch": True} if name == "lora" else {}
-            plan = planner.plan(replace(asked.config, optimizer=OptimizerConfig(name, options=options)), step=False)
+            plan = planner.plan(rival, step=False)
         except UserError:
             continue
         size = {"state": plan.exact["state"], "total": plan.total, "peak": plan.peak}
-        rows.append({"name": name, "fits": plan.fits, **size})
+        rows.append({"name": name, "options": options, "fits": plan.fits, **size})
     return rows
 
 
@@ -335,13 +352,6 @@ def advise(planner: Planner, plan: Plan) -> str:
     mildest, why = mildest_of(planner, plan)
     hint = f"it fits with {' '.join(differences(plan.config, mildest.config))}" if mildest else why
     return f"this run needs about {gb(plan.total)} of {gb(planner.capacity)} ({parts}): {hint}"
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that memory ran out, on a GPU or on the host."""
-    text = str(error)
-    cpu = isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or cpu
 
 
 def after(config: RunConfig, device: torch.device, vocabulary: int, gpus: int = 1) -> str:

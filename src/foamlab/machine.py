@@ -103,21 +103,23 @@ def choose_device(name: str, local: int | None = None) -> torch.device:
     return device
 
 
-def choose_precision(name: Precision | Literal["auto"], device: torch.device) -> tuple[Precision, str]:
-    """(float32, bfloat16 or mixed, a remark for the user or "") for train.precision on this device.
+def resolve_precision(name: Precision | Literal["auto"], kind: str, bfloat16: bool) -> Precision:
+    """What train.precision means on a device of this kind: "auto" is mixed on GPUs that have bfloat16, else float32."""
+    if name == "auto":
+        return "mixed" if kind == "cuda" and bfloat16 else "float32"
+    return name
 
-    "auto" is float32 on CPUs, and mixed on GPUs that have bfloat16.
-    """
+
+def choose_precision(name: Precision | Literal["auto"], device: torch.device) -> tuple[Precision, str]:
+    """(float32, bfloat16 or mixed, a remark for the user or "") for train.precision on this device."""
     if device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-        if name == "auto":
-            name = "mixed" if fast else "float32"
-        return name, ""
-    if name == "auto" or name == "float32":
-        return "float32", ""
-    supported = (getattr(torch.cpu, f"_is_{x}_supported", bool)() for x in ("avx512_bf16", "amx_tile"))
-    slow = f"this CPU has no fast bfloat16: train.precision {name} will be many times slower than float32 here"
-    return name, "" if any(supported) else slow
+        what, fast = "GPU", torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        what = "CPU"
+        fast = any(getattr(torch.cpu, f"_is_{x}_supported", bool)() for x in ("avx512_bf16", "amx_tile"))
+    chosen = resolve_precision(name, device.type, fast)
+    slow = f"this {what} has no fast bfloat16: train.precision {name} will be many times slower than float32 here"
+    return chosen, "" if fast or chosen == "float32" else slow
 
 
 def parallel(model: nn.Module) -> DistributedDataParallel:
@@ -175,6 +177,13 @@ class Memory:
     def added(self) -> int:
         """Bytes by which the peak stands above the beginning; 0 where that cannot be told."""
         return max(0, self.peak() - self.before) if self.clean else 0
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that memory ran out, on a GPU or on the host."""
+    text = str(error)
+    cpu = isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or cpu
 
 
 def _resident(name: str) -> int:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
-from . import hub
+from . import architectures
 from .config import ModelConfig, UserError, known_name
 
 # transformers' configuration class of each family, and what all its presets share. Dropout is off, as in
@@ -116,85 +115,66 @@ def build(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    source: Any = None,
 ) -> nn.Module:
-    """A causal language model in training mode; attention is torch's `scaled_dot_product_attention`.
+    """A causal language model in training mode; attention is torch's `scaled_dot_product_attention` where it has one.
 
     A preset's weights are drawn on the CPU in float32 from `seed` alone, then cast and moved, so a seed gives the
-    same weights on every device and beside every optimizer; the global random state is left alone. A folder's weights
-    are read from its safetensors files. On the meta device nothing is allocated or drawn.
+    same weights on every device and beside every optimizer; the global random state is left alone. Those of a folder
+    or a hub model's are read from its safetensors files. On the meta device nothing is allocated or drawn, and a
+    config.json will do.
 
     Args:
-        config: the preset, folder or hub model, and whether activations are recomputed.
-        vocab_size: tokens the model must know; None takes the preset's (or folder's) own.
-        sequence: tokens in a row: a preset gets as many positions, a folder must have them.
+        config: the preset, folder or name on the hub, and whether activations are recomputed.
+        vocab_size: tokens the model must know; None takes the model's own.
+        sequence: tokens in a row: a preset gets as many positions, others must have them.
         device, dtype: where and how the weights are held.
         seed: of the initial weights.
+        source: a transformers configuration, for the meta device, in place of what the name says.
 
     Raises:
-        UserError: an unknown name, or a folder that is no model, has too few positions or too small a vocabulary.
+        UserError: an unknown name, or what it names is no causal language model, has too few positions or too small a
+            vocabulary.
     """
-    if config.name not in MODELS and (hub.is_hub(config.name) or Path(config.name).is_dir()):
-        folder = hub.local(config.name, weights=torch.device(device).type != "meta")
-        model = _folder(folder, config.name, vocab_size or 0, sequence, device, dtype)
-    else:
+    meta = torch.device(device).type == "meta"
+    if source is None and not described(config.name):
         preset = MODELS[known_name(config.name, MODELS, "model preset or folder")]
         model = _random(preset.config(vocab_size or preset.vocab, sequence), device, dtype, seed)
-    if config.checkpointing:
-        # transformers renamed the method on its way to 6
-        name = "activation_checkpointing_enable"
-        enable = getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")
-        enable({"use_reentrant": False})
+    else:
+        hf = source or architectures.configuration(config.name)
+        name = config.name or type(hf).__name__
+        architectures.admit(hf, name, vocab_size or 0, sequence)
+        model = architectures.empty(hf, name, dtype) if meta else architectures.load(config.name, dtype).to(device)
+    if not meta:
+        architectures.check_causal(model, config.name, sequence)
+    switch_checkpointing(model, config.checkpointing)
     return model.train()
 
 
-def _random(hf: Any, device: str | torch.device, dtype: torch.dtype, seed: int) -> nn.Module:
-    from transformers import AutoModelForCausalLM
+def described(name: str) -> bool:
+    """Whether a name is no preset's but a folder's, a config.json's or one on the hub."""
+    return name not in MODELS and ("/" in name or Path(name).exists())
 
-    hf.use_cache = False
+
+def _random(hf: Any, device: str | torch.device, dtype: torch.dtype, seed: int) -> nn.Module:
     if torch.device(device).type == "meta":
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(hf, attn_implementation="sdpa", dtype=dtype)
+            return architectures.build(hf, dtype)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(hf, attn_implementation="sdpa", dtype=torch.float32)
+        model = architectures.build(hf, torch.float32)
     return model.to(device=device, dtype=dtype)
 
 
-def _folder(
-    path: Path, name: str, vocab: int, sequence: int, device: str | torch.device, dtype: torch.dtype
-) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils import logging
-
-    safe = {"local_files_only": True, "trust_remote_code": False}
+def switch_checkpointing(model: Any, on: bool) -> None:
+    """Recompute activations in the backward pass, or do not; UserError for a model that cannot."""
+    # transformers renamed the switch on its way to 6
+    names = ("activation_checkpointing", "gradient_checkpointing")
+    name = next((name for name in names if hasattr(model, f"{name}_enable")), "")
     try:
-        hf = AutoConfig.from_pretrained(path, **safe)
-    except (OSError, ValueError) as e:
-        raise UserError(f"{name} is not a Hugging Face model folder: {_line(e)}") from e
-    text = hf.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None) or sequence
-    if sequence > positions:
-        raise UserError(f"{name} has {positions} positions: data.sequence must be at most that, got {sequence}")
-    if vocab > text.vocab_size:
-        raise UserError(
-            f"the tokenizer has {vocab} tokens, {name} only {text.vocab_size}: use its own with --data.tokenizer {name}"
-        )
-    if torch.device(device).type == "meta":
-        return _random(hf, device, dtype, 0)
-    bar = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            path, **safe, use_safetensors=True, attn_implementation="sdpa", dtype=dtype
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as e:
-        raise UserError(f"cannot load the model in {name}: {_line(e)}") from e
-    finally:
-        if bar:
-            logging.enable_progress_bar()
-    model.config.use_cache = False  # type: ignore[union-attr]
-    return model.to(device)
-
-
-def _line(e: Exception) -> str:
-    return " ".join(str(e).split())[:200]
+        if on:
+            getattr(model, f"{name}_enable")({"use_reentrant": False})
+        elif name:
+            getattr(model, f"{name}_disable")()
+    except (AttributeError, ValueError) as e:
+        raise UserError(f"{type(model).__name__} cannot recompute activations: leave out --model.checkpointing") from e

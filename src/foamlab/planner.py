@@ -10,14 +10,12 @@ from __future__ import annotations
 import copy
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from . import models, optimizers, simulate
-from .cards import memory
+from . import architectures, cards, machine, models, optimizers, simulate, thrift
 from .config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig, UserError
 from .footprint import Footprint
 from .objective import loss_fn
@@ -95,7 +93,7 @@ def plan(
         card: a card's name or a size ("24GB"), to compare with.
         device: "cuda" (default) or "cpu", whose kernels and overheads are meant.
         batch: rows a step; micro_batch: rows a pass, 0 means all; sequence: tokens a row.
-        precision: float32, bfloat16, mixed; auto is mixed on CUDA and float32 on CPUs.
+        precision: float32, bfloat16, mixed; auto is mixed on GPUs that have bfloat16, else float32.
         checkpointing: activations are computed again in the backward pass.
         gpus: data-parallel processes that share the batch.
 
@@ -142,7 +140,8 @@ class Planner:
         self.device = self.device.partition(":")[0]
         if self.gpus < 1:
             raise UserError(f"gpus must be at least 1, got {self.gpus}")
-        self.capacity = memory(self.card) if isinstance(self.card, str) and self.card else self.card or None
+        card = cards.card(self.card) if isinstance(self.card, str) and self.card else cards.Card(int(self.card or 0))
+        self.capacity, self.bfloat16 = card.memory or None, card.bfloat16
 
     def plan(self, config: RunConfig, step: bool = True) -> Plan:
         """What `config` needs. Without `step`, what the optimizer's step needs for a while is left out: faster."""
@@ -158,12 +157,15 @@ class Planner:
         peak = {**fixed, **moving}
         if self.gpus > 1:
             peak["buckets"] = size["gradients"]  # DistributedDataParallel keeps a second copy to exchange
-        if self.device == "cuda":
-            peak |= {"slack": int(SLACK * sum(peak.values())), "context": CONTEXT}
+        peak |= self.overheads(sum(peak.values()))
         return Plan(
             config, self.device, simulate.vocabulary_of(model), size["parameters"], size["trainable"],
             exact, peak, where, self.capacity, self.card if isinstance(self.card, str) else "",
         )  # fmt: skip
+
+    def overheads(self, size: int) -> dict[str, int]:
+        """What a device takes besides `size` bytes."""
+        return {"slack": int(SLACK * size), "context": CONTEXT} if self.device == "cuda" else {}
 
     def sizes(self, config: RunConfig) -> dict[str, int]:
         """Bytes of "weights", "gradients" and "buffers"; numbers of "parameters" and "trainable" ones."""
@@ -191,7 +193,7 @@ class Planner:
             )
         if t.batch % self.gpus:
             raise UserError(f"train.batch must be a multiple of the {self.gpus} GPUs, got {t.batch}")
-        precision = t.precision if t.precision != "auto" else "mixed" if self.device == "cuda" else "float32"
+        precision = machine.resolve_precision(t.precision, self.device, self.bfloat16)
         if precision not in ("float32", "bfloat16", "mixed"):
             raise UserError(f"unknown precision {precision!r}: use auto, float32, bfloat16 or mixed")
         micro = min(t.micro_batch or rows, rows)
@@ -213,26 +215,18 @@ class Planner:
         """Longest sequence that the model's own configuration allows; 0 if nothing limits it."""
         if self.source is None and config.model.name in models.MODELS:
             return 0
-        text = getattr(self.model(config), "config", None)
-        return getattr(text.get_text_config(), "max_position_embeddings", 0) or 0 if text is not None else 0
+        described = getattr(self.model(config), "config", None)
+        return architectures.positions(described) if described is not None else 0
 
     def bare(self, config: RunConfig, dtype: torch.dtype) -> nn.Module:
         """The model before adapters and switches."""
         if isinstance(self.source, nn.Module):
             memo = {id(x): hollow(x, dtype) for x in [*self.source.parameters(), *self.source.buffers()]}
             return copy.deepcopy(self.source, memo)
-        name = config.model.name
-        if (
-            self.source is None
-            and name not in models.MODELS
-            and ("/" in name or Path(name).is_file())
-            and not Path(name).is_dir()
-        ):
-            self.source = configuration(name)
-        if self.source is not None:
-            return skeleton(copy.deepcopy(self.source), dtype)
-        plain = replace(config.model, checkpointing=False)
-        return models.build(plain, self.vocabulary, config.data.sequence, "meta", dtype)
+        if self.source is None and models.described(config.model.name):
+            self.source = architectures.configuration(config.model.name)  # asked of the hub once
+        plain, source = replace(config.model, checkpointing=False), copy.deepcopy(self.source)
+        return models.build(plain, self.vocabulary, config.data.sequence, "meta", dtype, source=source)
 
     def optimizer(self, config: RunConfig) -> Footprint:
         """What the optimizer keeps and needs."""
@@ -244,69 +238,34 @@ class Planner:
             self._cache[key] = Footprint(kind, model, self.device)
         return self._cache[key]
 
-    def passes(self, config: RunConfig) -> simulate.Peak:
-        """The fullest moment of the forward and backward passes."""
+    def passes(self, config: RunConfig, shards: int = 1) -> simulate.Peak:
+        """The fullest moment of the forward and backward passes, with gradients in `shards`."""
         t = config.train
         rows, model = t.batch // self.gpus, self.model(config)
         many = rows > t.micro_batch
         own = repr(config.optimizer) if t.release else ""
         key = ("passes", id(model), t.precision, config.model.checkpointing, t.micro_batch,
-               config.data.sequence, many, t.chunked_loss, own)  # fmt: skip
+               config.data.sequence, many, t.chunked_loss, own, shards)  # fmt: skip
         if key not in self._cache:
             loss = partial(loss_fn, chunk=t.chunked_loss)
+            thrift.check_optimizer(t, self.optimizer(config).optimizer, self.gpus)
             release = self.optimizer(config).each if t.release else None
             if self._cache.get(("checkpointing", id(model)), False) != config.model.checkpointing:
-                switch_checkpointing(model, config.model.checkpointing)
+                models.switch_checkpointing(model, config.model.checkpointing)
                 self._cache["checkpointing", id(model)] = config.model.checkpointing
             try:
                 self._cache[key] = simulate.passes(
                     model, loss, t.micro_batch, config.data.sequence, mixed=t.precision == "mixed",
-                    accumulate=many, release=release, device=self.device,
+                    accumulate=many, release=release, device=self.device, shards=shards,
                 )  # fmt: skip
-            except (RuntimeError, NotImplementedError, TypeError) as e:
-                raise UserError(
-                    f"cannot simulate a step of {config.model.name or type(self.source).__name__}: "
-                    f"{' '.join(str(e).split())[:200]}"
-                ) from e
+            except Exception as e:  # of any kind: it is code of others that runs, where tensors have no values
+                name = config.model.name or type(self.source).__name__
+                raise UserError(f"cannot simulate a step of {name}: {architectures.line(e)}") from e
         return self._cache[key]
 
 
 def with_options(config: OptimizerConfig, **options: Any) -> OptimizerConfig:
     return replace(config, options={**config.options, **options})
-
-
-def switch_checkpointing(model: Any, on: bool) -> None:
-    """Recompute activations in the backward pass, or do not."""
-    names = ("activation_checkpointing", "gradient_checkpointing")  # transformers renamed it on its way to 6
-    name = next((name for name in names if hasattr(model, f"{name}_enable")), "")
-    if not name:
-        raise UserError(f"{type(model).__name__} has no switch for checkpointing: plan without it")
-    getattr(model, f"{name}_enable")({"use_reentrant": False}) if on else getattr(model, f"{name}_disable")()
-
-
-def configuration(name: str) -> Any:
-    """The transformers configuration of a hub model, or in a config.json; code of others is never run."""
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as e:
-        raise UserError(
-            f"no model configuration at {name!r}: {' '.join(str(e).split())[:160]}; "
-            "give a preset of `foamlab models`, a Hugging Face folder, a config.json, or a name on the hub"
-        ) from e
-
-
-def skeleton(configuration: Any, dtype: torch.dtype) -> nn.Module:
-    """A causal language model of a transformers configuration, on the meta device."""
-    from transformers import AutoModelForCausalLM
-
-    configuration.use_cache = False
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(configuration, attn_implementation="sdpa", dtype=dtype)
-    except (ValueError, AttributeError, TypeError) as e:
-        raise UserError(f"cannot build {type(configuration).__name__}: {' '.join(str(e).split())[:200]}") from e
 
 
 def hollow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

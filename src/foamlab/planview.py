@@ -52,7 +52,8 @@ def text(fit: Fit, color: bool = False, width: int = 110) -> str:
         table.add_column(name, justify="right" if name in ("state", "fullest moment") else "left")
     for row in fit.rivals:
         verdict = "" if fit.asked.capacity is None else "fits" if row["fits"] else "does not fit"
-        table.add_row(row["name"], gb(row["state"]), gb(row["total"]), verdict)
+        state = row["options"].get("state")
+        table.add_row(row["name"] + (f", {state} state" if state else ""), gb(row["state"]), gb(row["total"]), verdict)
     console.print(table)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 

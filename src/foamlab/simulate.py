@@ -2,9 +2,8 @@
 
 The real model runs its real forward and backward pass while every storage that comes alive and dies is counted, so
 checkpointing, attention, precision and architecture need no formulas. The blocks of a model are alike, so three stand
-for all: the passes are simulated with three and the middle one's share is repeated. What is modelled, not simulated:
-attention takes the footprint of a flash kernel (query, key, value, output, one float32 a row), and "mixed" casts
-the inputs of matrix products. Buffers inside kernels are not seen. `Tracker` counts real steps on real devices as well.
+for all: the passes are simulated with three and the middle one's share is repeated. What a device does otherwise than
+meta is `emulation`'s. Buffers inside kernels are not seen. `Tracker` counts real steps on real devices as well.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from .emulation import Stand
 
 Bytes = dict[str, int]
 KINDS = ("gradients", "activations", "logits")  # what a tracker tells apart
@@ -115,6 +114,12 @@ class Tracker(TorchDispatchMode):
             self.most = self.total + size
             self.top = {**self.live, "activations": self.live["activations"] + size}
 
+    def stay(self, size: int, kind: str) -> None:
+        """Count `size` bytes from now on."""
+        self.live[kind] += size
+        self.total += size
+        self.pass_by(0)
+
     def rename(self, x: Tensor, kind: str) -> None:
         """Count the storage of x under another kind."""
         storage = x.untyped_storage()
@@ -137,60 +142,6 @@ def tensors(x: Any) -> Iterator[Tensor]:
     elif isinstance(x, (tuple, list)):
         for item in x:
             yield from tensors(item)
-
-
-class Stand(TorchFunctionMode):
-    """On the meta device, what the target device would do: flash attention, and casts where precision is mixed."""
-
-    PRODUCTS = (
-        F.linear,
-        torch.matmul,
-        torch.bmm,
-        torch.mm,
-        torch.addmm,
-        torch.baddbmm,
-        Tensor.matmul,
-        Tensor.__matmul__,
-    )
-
-    def __init__(self, device: str, mixed: bool) -> None:
-        super().__init__()
-        self.device, self.mixed = device, mixed
-        # autocast casts a trainable weight once, and keeps it until the forward pass ends
-        self.casts: dict[int, Tensor] = {}
-        self.caching = True
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        attention = func is F.scaled_dot_product_attention
-        if self.mixed and (attention or func in self.PRODUCTS):
-            args = tuple(self.cast(x) for x in args)
-            kwargs = {k: self.cast(x) for k, x in kwargs.items()}
-        return self.attend(*args, **kwargs) if attention else func(*args, **kwargs)
-
-    def cast(self, x: Any) -> Any:
-        if not isinstance(x, Tensor) or x.dtype != torch.float32:
-            return x
-        if not (self.caching and isinstance(x, nn.Parameter) and x.requires_grad):
-            return x.to(torch.bfloat16)
-        if id(x) not in self.casts:
-            self.casts[id(x)] = x.to(torch.bfloat16)
-        return self.casts[id(x)]
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
-        if self.device == "cpu" and dropout_p > 0:  # torch has no flash kernel with dropout for CPUs
-            out: Tensor = aten._scaled_dot_product_attention_math(
-                q, k, v, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-            )[0]
-            return out
-        return aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale
-        )[0]
 
 
 def blocks_of(model: nn.Module, least: int = 4) -> nn.ModuleList | None:
@@ -243,6 +194,7 @@ def passes(
     release: dict[int, int] | None = None,
     device: str = "cuda",
     whole: bool = False,
+    shards: int = 1,
 ) -> Peak:
     """Simulate the forward and backward pass of one micro-batch.
 
@@ -256,6 +208,8 @@ def passes(
             bytes that its step needs for a while.
         device: "cpu" or "cuda", whose kernels are meant.
         whole: simulate every block instead of three.
+        shards: GPUs over which gradients are cut as soon as all of a block are there (FSDP2); what belongs to no
+            block stays whole to the end. Those of earlier micro-batches are there in shards.
 
     Returns:
         The fullest moment. Weights and optimizer state are not part of it.
@@ -265,18 +219,56 @@ def passes(
     tracker = Tracker(vocabulary_of(model), hypothetical=True)
     with fewer_blocks(model, by_name=whole) as (middle, extra):
         try:
-            for _ in range(1 + accumulate):
-                follow(model, loss_fn, rows, sequence, tracker, Stand(device, mixed), release, middle)
+            cut = Cut(model, tracker, shards, accumulate) if shards > 1 else None
+            for _ in range(1 + (accumulate and not cut)):
+                follow(model, loss_fn, rows, sequence, tracker, Stand(device, mixed), release, middle, cut)
         finally:
             for p in model.parameters():
                 p.grad = None
-    before = extra * sum(p.nbytes for p in middle if p.requires_grad) if accumulate and release is None else 0
+    before = 0
+    if accumulate and cut:
+        before = sum(shard(p, shards) for p in model.parameters() if p.requires_grad)
+    elif accumulate and release is None:
+        before = extra * sum(p.nbytes for p in middle if p.requires_grad)
     return extrapolate(tracker.segments, extra, {"gradients": before})
+
+
+def shard(p: Tensor, shards: int) -> int:
+    """Bytes of a tensor on the first of `shards` GPUs that cut it along its first dimension."""
+    return -(-p.shape[0] // shards) * p[:1].nbytes if p.ndim else p.nbytes
+
+
+class Cut:
+    """Leaves of a block's gradients one shard, as soon as the last of them is there.
+
+    Args:
+        model: whose blocks are meant.
+        tracker: which counts.
+        shards: on how many GPUs.
+        added: to shards that are there already, so that nothing new stays.
+    """
+
+    def __init__(self, model: nn.Module, tracker: Tracker, shards: int, added: bool) -> None:
+        self.tracker, self.shards, self.added = tracker, shards, added
+        blocks = [[p for p in block.parameters() if p.requires_grad] for block in blocks_of(model, 2) or ()]
+        self.block = {id(p): params for params in blocks for p in params}
+        self.missing = {id(params): len(params) for params in blocks}
+
+    def __call__(self, p: Tensor) -> None:
+        """The gradient of p is complete."""
+        params = self.block.get(id(p), [])
+        if not params:
+            return
+        self.missing[id(params)] -= 1
+        if not self.missing[id(params)]:
+            for q in params:
+                q.grad = None
+            self.tracker.stay(0 if self.added else sum(shard(q, self.shards) for q in params), "gradients")
 
 
 def follow(
     model: Any, loss_fn: LossFn, rows: int, sequence: int, tracker: Tracker, stand: Stand,
-    release: dict[int, int] | None, middle: list[nn.Parameter],
+    release: dict[int, int] | None, middle: list[nn.Parameter], cut: Cut | None = None,
 ) -> None:  # fmt: skip
     """Take one forward and backward pass under the tracker, marking where each block begins and ends."""
     forward = True
@@ -300,6 +292,8 @@ def follow(
             p.grad = None
         elif p.grad is not None:
             tracker.rename(p.grad, "gradients")
+            if cut is not None:
+                cut(p)
 
     handles: list[Any] = [
         p.register_post_accumulate_grad_hook(accumulated) for p in model.parameters() if p.requires_grad

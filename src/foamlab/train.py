@@ -102,7 +102,7 @@ def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = 
                 run.open(folder, (lambda: folder) if resume is not None else (lambda: new_folder(config)))
                 return run.go(asked)
         except (MemoryError, RuntimeError) as e:
-            if not fit.out_of_memory(e):
+            if not machine.out_of_memory(e):
                 raise
             raise UserError(fit.after(*place)) from e
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import foamlab
-from foamlab import cli, fit, models, optimizers, planview, simulate
+from foamlab import calibrate, cli, fit, machine, models, optimizers, planview, simulate
 from foamlab.calibrate import check
 from foamlab.cards import memory
 from foamlab.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig, UserError
@@ -71,6 +71,25 @@ def test_real_steps(optimizer, checkpointing):
 )
 def test_real_steps_with_every_switch(config):
     held(config, within=0.03)
+
+
+HEADS = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4}
+OTHERS = {  # attention of a family's own, products of experts, values of another width than keys
+    "Bloom": {"hidden_size": 64, "n_layer": 5, "n_head": 4},
+    "Mixtral": {**HEADS, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "DeepseekV3": {
+        **HEADS, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
+        "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "kv_lora_rank": 16,
+        "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family, precision", [("Mixtral", "float32"), *((family, "mixed") for family in OTHERS)])
+def test_real_steps_of_other_families(family, precision, monkeypatch):
+    monkeypatch.setitem(models.FAMILIES, family, (f"{family}Config", {}))
+    monkeypatch.setitem(models.MODELS, family, models.Preset("", family, 300, 0, OTHERS[family]))
+    held(run(family, batch=4, precision=precision), within=0.001)
 
 
 @pytest.mark.heavy
@@ -203,11 +222,92 @@ def test_impossible_budgets_say_why():
     assert both == (None, "nothing fits 20GB: weights and gradients alone need 27.0 GB")
 
 
+@pytest.fixture
+def four_processes():
+    """This process as the first of four, of which the others are made up."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (4,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("model, checkpointing", [("llama-1m", False), ("gpt2-10m", True)])
+def test_sharding_against_fsdp2(model, checkpointing, four_processes):
+    """What the first of four processes allocates in a real step, with torch's AdamW: all moments in one maximum."""
+    from torch.distributed.fsdp import fully_shard
+
+    config = run(model, "adamw", checkpointing=checkpointing, batch=4)
+    planned = fit.sharded(Planner(config, device="cpu"), config, 4)
+    with calibrate.allocations("cpu") as peak:
+        net = models.build(config.model, None, 64)
+        for block in simulate.blocks_of(net):
+            fully_shard(block, mesh=four_processes)
+        fully_shard(net, mesh=four_processes)
+        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+        ids = torch.zeros(1, 64, dtype=torch.long)
+        for name in ("first", calibrate.SECOND):
+            with torch.profiler.record_function(name):
+                loss_fn(net, ids, ids).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert 0 <= planned / peak() - 1 < 0.08
+
+
 def test_sharding_lowers_what_each_holds():
     config = run("llama-1.3b", batch=8)
     planner = Planner(config)
     sizes = [planner.plan(config).total, *(fit.sharded(planner, config, n) for n in (2, 4, 8))]
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] > planner.plan(config).exact["weights"] / 8
+
+
+def test_a_released_run_has_no_shards_and_rivals_that_keep_their_gradients():
+    config = run(release=True, clip=0.0, batch=1, sequence=16)
+    found = fit.fit(Planner(config), config)
+    rows = {row["name"]: row for row in found.rivals}
+    assert not found.sharded and rows["foam"]["peak"]["gradients"] < rows["adamw"]["peak"]["gradients"]
+    with pytest.raises(UserError, match=r"train\.release needs FOAM, not AdamW"):
+        foamlab.plan(run(optimizer="adamw", release=True, clip=0.0))
+    with pytest.raises(UserError, match="2 data-parallel processes"):
+        foamlab.plan(run(release=True, clip=0.0), gpus=2)
+
+
+def test_sharded_micro_batches_add_to_shards():
+    """One pass more keeps a shard of every gradient through the pass, and no more."""
+    once, twice = run("llama-10m", batch=4), run("llama-10m", batch=8, micro_batch=1)
+    planner = Planner(once, device="cpu")
+    shards = planner.plan(once).exact["gradients"] / 4
+    more = fit.sharded(planner, twice, 4) - fit.sharded(planner, once, 4)
+    assert 0 < more <= shards
+
+
+# ---------------------------------------------------------------------------------------------- equal precision
+
+
+def test_moments_are_compared_at_the_precision_of_the_weights():
+    for precision, state in (("bfloat16", "bfloat16"), ("mixed", None)):
+        config = run("llama-130m", "foam-paper", precision=precision)
+        planner = Planner(config)
+        rows = {row["name"]: row for row in fit.rivals(planner, planner.plan(config), False)}
+        assert rows["foam"]["options"].get("state") == state and not rows["foam-int8"]["options"]
+        assert rows["foam-int8"]["total"] < rows["foam"]["total"] < rows["muon"]["total"] < rows["adamw"]["total"]
+        # a quarter of what folds (about two thirds of the weights), all of the rest
+        assert 0.5 < rows["foam"]["state"] / rows["adamw"]["state"] < 0.56
+
+
+@pytest.mark.parametrize(
+    "card, precision",
+    [("t4", "float32"), ("V100-16GB", "float32"), ("v100-32gb", "float32"), ("p100", "float32"),
+     ("rtx-3060", "mixed"), ("h100", "mixed"), ("mi300x", "mixed"), ("16GB", "mixed"), (None, "mixed")],
+)  # fmt: skip
+def test_precision_is_what_train_would_take_on_that_card(card, precision, monkeypatch):
+    planner = Planner(run(precision="auto"), card=card)
+    assert planner.settle(planner.base).train.precision == precision
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: precision == "mixed")
+    assert machine.choose_precision("auto", torch.device("cuda"))[0] == precision
+    chosen, remark = machine.choose_precision("mixed", torch.device("cuda"))
+    assert chosen == "mixed" and bool(remark) == (precision == "float32")
+    assert Planner(run(precision="auto"), device="cpu", card=card).settle(planner.base).train.precision == "float32"
 
 
 # ---------------------------------------------------------------------------------------------- before and after a run
@@ -233,9 +333,9 @@ def test_preflight_refuses_warns_and_keeps_quiet(monkeypatch):
 def test_running_out_of_memory_is_told_apart_and_answered():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
-    assert fit.out_of_memory(caught.value) and fit.out_of_memory(MemoryError())
-    assert fit.out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert not fit.out_of_memory(RuntimeError("shapes differ"))
+    assert machine.out_of_memory(caught.value) and machine.out_of_memory(MemoryError())
+    assert machine.out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not machine.out_of_memory(RuntimeError("shapes differ"))
     said = fit.after(run(), torch.device("cpu"), None)
     assert said.startswith("out of memory: this run needs about") and "--" in said
 

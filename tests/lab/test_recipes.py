@@ -38,6 +38,7 @@ RIVALS = {
     name: shlex.split(words)
     for name, words in re.findall(r"^\| ([^|]+?) \| `(--optimizer\.name [^`]+)` \|", PAGE, re.M)
 }
+FLAGS = RIVALS | {f"FOAM {state}": ["--optimizer.options.state", state] for state in ("bfloat16", "int8")}
 MEMORY = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if re.match(r"\| \S+ \| \d+ \|", line)]
 HEAD = next(line for line in PAGE.splitlines() if line.startswith("| preset | n |")).strip("| ").split(" | ")
 RECIPES = [
@@ -133,8 +134,15 @@ def test_the_planner_says_what_the_page_says(row: list[str]) -> None:
 @pytest.mark.heavy
 @pytest.mark.parametrize("row", MEMORY, ids=lambda row: row[0])
 def test_the_planner_says_of_the_rivals_what_the_page_says(row: list[str]) -> None:
-    assert set(HEAD[4:]) == set(RIVALS) - {"Adam with FOAM's split"}
-    assert {rival: planned(row, *RIVALS[rival]) for rival in HEAD[4:]} == dict(zip(HEAD[4:], row[4:]))
+    assert set(HEAD[4:]) == set(FLAGS) - {"Adam with FOAM's split"}
+    assert {rival: planned(row, *FLAGS[rival]) for rival in HEAD[4:]} == dict(zip(HEAD[4:], row[4:]))
+
+
+@pytest.mark.parametrize("row", MEMORY, ids=lambda row: row[0])
+def test_at_equal_precision_foam_needs_least_of_those_that_keep_full_moments(row: list[str]) -> None:
+    size = {name: float(cell) for name, cell in zip(HEAD[3:], row[3:])}
+    assert size["FOAM int8"] <= size["FOAM bfloat16"] <= min(size["Adam"], size["Muon"])
+    assert size["FOAM int8"] < size["8-bit Adam"]
 
 
 # ---------------------------------------------------------------------------------------------- runs
