@@ -73,7 +73,7 @@ def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = 
                 os.close(held)  # only looked at, before the text is read: the recorder takes it for good
         else:
             folder = Path(config.out or "runs")
-            if config.out and folder.exists():
+            if config.out and in_use(folder):
                 raise UserError(f"{folder} exists already: choose another --out, or go on with --resume {folder}")
             checkpoint.check_room(folder, 0)
             config = settle(config, emit)
@@ -177,6 +177,11 @@ def flat(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def in_use(folder: Path) -> bool:
+    """Whether something is there already; an empty folder, which a job script may have made, is none."""
+    return folder.exists() and not (folder.is_dir() and os.access(folder, os.R_OK) and not os.listdir(folder))
+
+
 def new_folder(config: RunConfig) -> Path:
     """Make the run folder: `out`, or runs/MODEL-OPTIMIZER-N with the next free N."""
     name = f"{Path(config.model.name).name}-{config.optimizer.name}"
@@ -191,6 +196,8 @@ def new_folder(config: RunConfig) -> Path:
             folder.mkdir(parents=True)
             return folder
         except FileExistsError:
+            if config.out and not in_use(folder):
+                return folder  # the recorder's lock keeps a second process out of it
             if config.out:
                 raise UserError(f"{folder} exists already: choose another --out") from None
         except OSError as e:

@@ -596,3 +596,10 @@ def test_processes_share_gradients_without_a_warning(tmp_path: Path, recwarn: py
         assert not (getattr(model, "forward_sync_buffers", False) or getattr(model, "broadcast_buffers", False))
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_an_empty_folder_may_be_the_runs(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert train(small.config(home, tmp_path / "run", steps=1)).folder == tmp_path / "run"
+    with pytest.raises(UserError, match="exists already"):
+        train(small.config(home, tmp_path / "run", steps=1))
