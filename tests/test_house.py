@@ -108,8 +108,8 @@ def test_what_reads_run_folders_needs_no_torch():
 
 
 def test_help_imports_nothing_heavy():
-    for heavy in ("torch", "transformers", "numpy", "plotly", "rich", "jsonargparse"):
-        assert not {"cli", "arguments", "config"} & reaches(heavy, top=True), heavy
+    for heavy in ("torch", "transformers", "numpy", "plotly", "rich", "yaml"):
+        assert not {"cli", "arguments", "catalog", "signals", "knobs", "config"} & reaches(heavy, top=True), heavy
 
 
 @pytest.mark.parametrize(

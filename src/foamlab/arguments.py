@@ -1,149 +1,163 @@
-"""From words to a call: presets, YAML files and flags (jsonargparse) become the arguments of a function.
+"""From words to a call: presets, YAML files and flags become the arguments of a function.
 
 The function's signature is the flags, its docstring their help. Positional-only parameters become positional
-arguments; a parameter `config: RunConfig` brings a preset or YAML file first, and all settings as flags. Nothing is
-printed here, but for jsonargparse's own --help and --print_config.
+arguments; a parameter `config: RunConfig` brings a preset or YAML file first, and all settings as flags. What a word
+or a value may be, `knobs` says.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
-from argparse import SUPPRESS, ArgumentError, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterable
-from difflib import get_close_matches
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from .config import RunConfig, UserError, known_name
-
-if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
+from . import knobs
+from .config import FOAM_OPTIONS, RunConfig, UserError, known_name, nearest, plain
+from .reading import parse_yaml, read_yaml
 
 PRESETS = Path(__file__).parent / "presets"
-PARTS = ("model", "data", "optimizer", "train")
 Function = Callable[..., int | str | None]
+Words = list[str]
+Values = dict[str, Any]  # of settings, by their full names
 
 
-def call(name: str, function: Function, examples: str, args: list[str]) -> int | str | None:
-    """Parse the arguments of one command by its function's signature, and call it.
+def call(name: str, function: Function, examples: str, args: Words) -> int | str | None:
+    """Parse the arguments of one command by its function's signature, and call it; or give its help or settings back.
 
     Raises:
         UserError: arguments that do not fit; for an unknown one the nearest is offered.
     """
-    parser = make_parser(name, function, examples)
-    signature = inspect.signature(function, eval_str=True)
-    with_config = "config" in signature.parameters
-    try:
-        values = parser.parse_args(_recipe_first(args, models=name == "plan") if with_config else args)
-    except (ArgumentError, UnicodeDecodeError) as e:
-        raise UserError(_explain(name, e, [*parser.get_defaults().keys(), *signature.parameters])) from None
-    positional: list[Any] = []
-    flags: dict[str, Any] = {}
-    for key, p in signature.parameters.items():
-        if p.annotation is RunConfig:
-            positional.append(_config(values))
-        elif p.kind is p.VAR_POSITIONAL:
-            positional += values[key]
-        elif p.kind is p.POSITIONAL_ONLY:
-            positional.append(values[key])
-        else:
-            flags[key] = values.get(key, p.default)
+    if {"-h", "--help"} & set(args):
+        return usage(name, function, examples)
+    shown = "--print_config" in args and takes_config(function)
+    positional, flags = parse(name, function, [arg for arg in args if not (shown and arg == "--print_config")])
+    if shown:
+        import yaml
+
+        return str(yaml.safe_dump(plain(positional[0]), sort_keys=False))
     return function(*positional, **flags)
 
 
-def make_parser(name: str, function: Function, examples: str) -> ArgumentParser:
-    """jsonargparse over the function's signature and the dataclasses of `config.py`."""
-    import docstring_parser
-    from jsonargparse import ActionConfigFile, ArgumentParser, DefaultHelpFormatter, set_parsing_settings
+def takes_config(function: Function) -> bool:
+    """Whether its flags are the settings of a run."""
+    return "config" in inspect.signature(function).parameters
 
-    class Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
-        """Keep the examples' lines apart."""
 
-    # a YAML file may not name things to import: a recipe is data
-    set_parsing_settings(instantiate_subclass_spec_in_any=False, import_path_denylist=["*"])
-    doc = docstring_parser.parse(inspect.getdoc(function) or "")
-    texts = {p.arg_name.lstrip("*"): p.description or "" for p in doc.params}
-    shown = "\n  ".join(["examples:", *examples.splitlines()]) + "\n"
-    parser = ArgumentParser(
-        prog=f"foamlab {name}", description=doc.short_description, epilog=shown,
-        formatter_class=Help, exit_on_error=False, allow_abbrev=False,
-    )  # fmt: skip
-    for key, p in inspect.signature(function, eval_str=True).parameters.items():
-        if p.annotation is RunConfig:
-            first = "PRESET | FILE.yaml | MODEL" if name == "plan" else "PRESET | FILE.yaml"
-            parser.usage = f"foamlab {name} [{first}] [--KEY VALUE ...]"
-            parser.add_argument("--config", action=ActionConfigFile, help="a YAML file; the same as giving it first")
-            parser.add_class_arguments(RunConfig, None, as_group=False)
-        elif p.kind is p.VAR_POSITIONAL:
-            parser.add_argument(key, nargs="+", type=p.annotation, help=texts[key])
-        elif p.kind is p.POSITIONAL_ONLY:
-            parser.add_argument(key, nargs="?", type=p.annotation, default=p.default, help=texts[key])
-        elif p.annotation is bool:
-            parser.add_argument(f"--{key}", action="store_true", default=SUPPRESS, help=texts[key])
+def parse(name: str, function: Function, args: Words) -> tuple[list[Any], dict[str, Any]]:
+    """(positional arguments, keyword arguments) of the function. Raises UserError as `call` does."""
+    parameters = inspect.signature(function, eval_str=True).parameters
+    own = {key: p for key, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    with_config = own.pop("config", None) is not None
+    flags = {key: p.default for key, p in own.items()}
+    values: Values = {}
+    first: Words = []
+    rest = list(args)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            first.append(word)
+            continue
+        key, given, value = word[2:].partition("=")
+        if key in own and own[key].annotation is bool and not given:
+            flags[key] = True
+        elif key in own:
+            flags[key] = knobs.read(own[key].annotation, value if given else _next(word, rest), f"--{key}")
+        elif with_config and key == "config":
+            values = _merged(values, _settings(recipe(value if given else _next(word, rest))))
+        elif with_config:
+            setting = knobs.name_of(key, kinds := knobs.knobs(), "--", [*own, "config"])
+            switch = kinds.get(setting) is bool and not given and (not rest or rest[0].startswith("--"))
+            value = "true" if switch else value if given else _next(word, rest)
+            options = setting.startswith(knobs.OPTIONS)
+            values = _merged(values, {setting: parse_yaml(value, f"--{setting}") if options else value})
         else:
-            default = f" (default: {p.default})" if p.default else ""
-            parser.add_argument(f"--{key}", type=p.annotation, default=SUPPRESS, help=texts[key] + default)
-    return parser
+            hint = f"did you mean --{near}?" if (near := nearest(key, own)) else f"see `foamlab {name} --help`"
+            raise UserError(f"unknown setting --{key}: {hint}")
+    if with_config:
+        given_first = _given_first(name, first, str(flags.get("resume", "")))
+        if first and first[0] in presets() and "model.name" in values and _brings(knobs.build(values).model.name):
+            given_first["data.tokenizer"] = ""  # the preset's is meant for the preset's model
+        return [knobs.build(_merged(given_first, values))], flags
+    return _positional(name, parameters, first), flags
 
 
-def _recipe_first(args: list[str], models: bool = False) -> list[str]:
-    """Turn a leading preset or file, and the settings of a run to resume, into --config, before all other flags.
-
-    With `models`, a leading word that is neither is the name of a model, which keeps its own vocabulary.
-    """
-    first: list[str] = []
-    rest = args
-    if args and models and not args[0].startswith("-") and args[0] not in presets() and ".y" not in args[0]:
-        first, rest = [*_model(args[0])], args[1:]
-    elif args and not args[0].startswith("-"):
-        first, rest = ["--config", _settings(recipe(args[0]))], args[1:]
-        if args[0] in presets() and _brings(rest):
-            first.append("--data.tokenizer=")  # the preset's is meant for the preset's model
-    for k, arg in enumerate(rest):
-        if arg == "--resume" or arg.startswith("--resume="):
-            folder = Path(arg.partition("=")[2] or "".join(rest[k + 1 : k + 2]))
-            if first:
-                raise UserError(f"--resume takes the settings from {folder}: leave out {args[0]}")
-            kept = [f / "config.yaml" for f in (folder, folder.parent.parent)]  # a run, or one checkpoint of it
-            if not any(path.is_file() for path in kept):
-                raise UserError(f"no run to resume in {str(folder)!r}: give a folder made by `foamlab train`")
-            first = ["--config", _settings(next(path for path in kept if path.is_file()))]
-    return first + rest
+def _next(flag: str, rest: Words) -> str:
+    """The value of a flag: the next word."""
+    if not rest or rest[0].startswith("--"):
+        raise UserError(f"{flag}: expected one argument")
+    return rest.pop(0)
 
 
-def _brings(args: list[str]) -> bool:
-    """Whether the flags name a model that brings its own tokenizer: a folder, or one of the hub."""
-    words = [*args, ""]
-    named = [words[k + 1] if word == "--model.name" else word.partition("=")[2]
-             for k, word in enumerate(args) if word.partition("=")[0] == "--model.name"]  # fmt: skip
-    return bool(named) and ("/" in named[-1] or Path(named[-1]).is_dir())
+def _merged(values: Values, later: Values) -> Values:
+    """Both, where they differ the later; options given as a whole replace those given before."""
+    whole = knobs.OPTIONS in later
+    kept = {key: x for key, x in values.items() if key not in later and not (whole and key.startswith(knobs.OPTIONS))}
+    return {**kept, **later}
 
 
-def _settings(path: Path) -> str:
-    """The path as text, of a file that holds settings in YAML; jsonargparse does not say what is wrong with others."""
-    import yaml
+def _positional(name: str, parameters: Mapping[str, inspect.Parameter], words: Words) -> list[Any]:
+    """The positional arguments from the words that are no flags."""
+    found: list[Any] = []
+    left = list(words)
+    for key, p in parameters.items():
+        if p.kind is p.VAR_POSITIONAL:
+            if not left:
+                raise UserError(f"{name} takes {key}: see `foamlab {name} --help`")
+            found += [knobs.read(p.annotation, word, key) for word in left]
+            left = []
+        elif p.kind is p.POSITIONAL_ONLY:
+            found.append(knobs.read(p.annotation, left.pop(0), key) if left else p.default)
+    _nothing_left(name, left)
+    return found
 
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as e:
-        raise UserError(f"cannot read the settings in {path}: {e}; it must be YAML, in UTF-8") from None
-    if not isinstance(content, dict):
+
+def _nothing_left(name: str, words: Words) -> None:
+    if words:
+        raise UserError(f"unexpected argument {words[0]!r}: see `foamlab {name} --help`")
+
+
+# ---------------------------------------------------------------------------------------------- presets and files
+
+
+def _given_first(name: str, words: Words, resume: str) -> Values:
+    """What flags change: the settings of a preset or file, of a run to resume, or (`plan`) of a model by its name,
+    which keeps its own vocabulary."""
+    _nothing_left(name, words[1:])
+    if resume:
+        folder = Path(resume)
+        if words:
+            raise UserError(f"--resume takes the settings from {folder}: leave out {words[0]}")
+        for kept in (folder, folder.parent.parent):  # a run, or one checkpoint of it
+            if (kept / "config.yaml").is_file():
+                return _settings(kept / "config.yaml")
+        raise UserError(f"no run to resume in {str(folder)!r}: give a folder made by `foamlab train`")
+    if not words:
+        return {}
+    if name == "plan" and words[0] not in presets() and ".y" not in words[0]:
+        return _model(words[0])
+    return _settings(recipe(words[0]))
+
+
+def _settings(path: Path) -> Values:
+    """The settings that a YAML file holds. Raises UserError if they are none."""
+    if not (content := read_yaml(path)):
         raise UserError(f"{path} holds no settings; `foamlab presets demo` shows what they look like")
-    for part in PARTS:
-        if not isinstance(content.get(part, {}), dict):
-            raise UserError(
-                f"{path}: {part} must hold settings, indented below it, got {content[part]!r}; or leave it out"
-            )
-    return str(path)
+    return knobs.flat(content, f"{path}: ")
 
 
-def _model(name: str) -> list[str]:
-    """Flags for a model that has a vocabulary of its own."""
+def _brings(model: str) -> bool:
+    """Whether a model brings its own tokenizer: a folder, or one of the hub."""
+    return "/" in model or Path(model).is_dir()
+
+
+def _model(name: str) -> Values:
+    """A model, with the vocabulary that it has of its own."""
     from .models import MODELS
 
-    vocabulary = [f"--data.tokenizer=bpe:{MODELS[name].vocab}"] if name in MODELS else []
-    return [f"--model.name={name}", *vocabulary]
+    return {"model.name": name, **({"data.tokenizer": f"bpe:{MODELS[name].vocab}"} if name in MODELS else {})}
 
 
 def presets() -> dict[str, Path]:
@@ -166,40 +180,64 @@ def recipe(name: str) -> Path:
     return known[known_name(name, sorted(known, key=len), "preset")]  # the plainest first
 
 
-def _config(values: Any) -> RunConfig:
-    """jsonargparse's namespace as dataclasses."""
-    parts = {}
-    for part in PARTS:
-        own = getattr(RunConfig(), part)
-        for key, value in vars(values[part]).items():
-            if value is None and (default := getattr(own, key)) is not None:  # jsonargparse lets null through
-                raise UserError(f"{part}.{key} is empty: give it a value, or leave it out for {default!r}")
-        parts[part] = type(own)(**vars(values[part]))
-    return RunConfig(**parts, out=values.out)
+# ---------------------------------------------------------------------------------------------- help
 
 
-# jsonargparse's wordings for a key that does not exist
-UNKNOWN = re.compile(
-    r"unrecognized arguments: (?P<word>\S+)|Group '(?P<group>.+?)' does not accept option '(?P<key>.+?)'"
-    r"|Option '(?P<option>.+?)' is not accepted"
-)
+def usage(name: str, function: Function, examples: str) -> str:
+    """The help of a command."""
+    import docstring_parser
+
+    doc = docstring_parser.parse(inspect.getdoc(function) or "")
+    texts = {p.arg_name.lstrip("*"): p.description or "" for p in doc.params}
+    parser = ArgumentParser(
+        prog=f"foamlab {name}", description=doc.short_description, add_help=False,
+        epilog="\n  ".join(["examples:", *examples.splitlines()]), formatter_class=RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    options = parser.add_argument_group("options")
+    options.add_argument("-h", "--help", action="store_true", help="show this")
+    for key, p in inspect.signature(function, eval_str=True).parameters.items():
+        if p.annotation is RunConfig:
+            first = "PRESET | FILE.yaml | MODEL" if name == "plan" else "PRESET | FILE.yaml"
+            parser.usage = f"foamlab {name} [{first}] [--KEY VALUE ...]"
+            options.add_argument("--config", metavar="FILE", help="a YAML file; the same as giving it first")
+            options.add_argument("--print_config", action="store_true", help="show the settings as YAML, and stop")
+            _describe_settings(parser)
+        elif p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY):
+            parser.add_argument(key, nargs="+" if p.kind is p.VAR_POSITIONAL else "?", help=texts[key])
+        elif p.annotation is bool:
+            options.add_argument(f"--{key}", action="store_true", help=_escaped(texts[key]))
+        else:
+            _describe(options, key, p.annotation, texts[key], p.default)
+    return parser.format_help().rstrip()
 
 
-def _explain(name: str, error: Exception, keys: Iterable[str]) -> str:
-    """One line for a parsing error; for an unknown key it offers the nearest."""
-    text = " ".join(str(error).split())
-    found = UNKNOWN.search(text)
-    if not found:
-        text = re.sub(r'^Parser key "(.+?)"', r"\1", text)
-        text = re.sub(
-            r"Does not validate.*?Subtypes: \[(.*)\] Errors: .*Given value: ", r"Expected one of \1. Got value: ", text
+def _describe_settings(parser: ArgumentParser) -> None:
+    import docstring_parser
+
+    for part in fields(RunConfig()):
+        held = getattr(RunConfig(), part.name)
+        doc = docstring_parser.parse(inspect.getdoc(held if is_dataclass(held) else RunConfig) or "")
+        texts = {p.arg_name: p.description or "" for p in doc.params}
+        own = {key: kind for key, kind in knobs.knobs().items() if key.partition(".")[0] == part.name}
+        group = parser.add_argument_group(
+            (doc.short_description or "").rstrip(".") if is_dataclass(held) else "Where it goes"
         )
-        text = re.sub(r"<class '(\w+)'>", r"\1", text).replace("typing.Literal", "one of ").replace("NoneType", "null")
-        return f"{text} (see `foamlab {name} --help`)"
-    word = found["word"] or found["option"] or f"{found['group']}.{found['key']}"
-    if found["word"] and not word.startswith("-"):
-        return f"unexpected argument {word!r}: see `foamlab {name} --help`"
-    near = get_close_matches(word.lstrip("-").partition("=")[0], keys, n=1, cutoff=0.5)
-    flag = "--" if found["word"] else ""
-    hint = f"did you mean {flag}{near[0]}?" if near else f"see `foamlab {name} --help`"
-    return f"unknown setting {word.partition('=')[0]}: {hint}"
+        for key, kind in own.items():
+            last = key.rpartition(".")[2]
+            _describe(group, key, kind, texts[last], getattr(held, last) if is_dataclass(held) else held)
+        if part.name == "optimizer":
+            group = parser.add_argument_group("The options of foam and its kin (`foamlab optimizers NAME` for others)")
+            for key, text in FOAM_OPTIONS.items():
+                _describe(group, f"{knobs.OPTIONS}.{key}", str, text, None)
+
+
+def _describe(group: Any, key: str, kind: Any, text: str, default: Any) -> None:
+    shown = f" (default: {default})" if default or (default == 0 and default is not False) else ""
+    inner = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    choices = get_args(inner) if get_origin(inner) is Literal else ("true", "false") if inner is bool else ()
+    metavar = f"{{{','.join(choices)}}}" if choices else key.rpartition(".")[2].upper()
+    group.add_argument(f"--{key}", metavar=metavar, default=SUPPRESS, help=_escaped(text + shown))
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")  # which argparse would fill in

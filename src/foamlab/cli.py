@@ -84,7 +84,7 @@ def plan(
     from json import dumps
 
     from . import fit, machine, planview
-    from .loop import plain
+    from .config import plain
     from .planner import Planner
     from .tokenizer import vocabulary
 

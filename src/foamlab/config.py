@@ -1,16 +1,18 @@
 """What a run is, as typed dataclasses: `RunConfig` and its parts. Every field is a flag, a YAML key and documented.
 
-This room is the floor of the lab: it imports neither torch nor any other room, so `foamlab --help` is instant and
-every room can name its settings. Reading files and flags into these is `cli.py`'s work (jsonargparse).
+A field's type says what it may hold, bounds included. This room is the floor of the lab: it imports neither torch nor
+any other room, so `foamlab --help` is instant and every room can name its settings. `knobs` reads values into these.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from difflib import SequenceMatcher
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 
 class UserError(Exception):
@@ -52,6 +54,26 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return best if best and alike(best) >= 0.4 else ""
 
 
+@dataclass(frozen=True)
+class Range:
+    """The bounds of a number, both included, or of the length of a text; `below` is one that is not included."""
+
+    least: float = 0
+    most: float = math.inf
+    below: float = math.inf
+
+
+Count = Annotated[int, Range(0, 10**12)]
+Positive = Annotated[int, Range(1, 10**12)]
+Rows = Annotated[int, Range(1, 2**24)]  # rows of a batch, tokens of a row
+Threads = Annotated[int, Range(0, 1024)]
+Seed = Annotated[int, Range(-(2**53), 2**53)]  # what a float holds exactly
+Amount = Annotated[float, Range(0)]
+Share = Annotated[float, Range(0, 1)]
+Decay = Annotated[float, Range(0, below=1)]
+Name = Annotated[str, Range(0, 1000)]  # of something that is looked for, often as a file
+
+
 @dataclass
 class ModelConfig:
     """Which model, and how it is held.
@@ -62,7 +84,7 @@ class ModelConfig:
         checkpointing: recompute activations in the backward pass, to save memory.
     """
 
-    name: str = "llama-1m"
+    name: Name = "llama-1m"
     checkpointing: bool = False
 
 
@@ -90,17 +112,40 @@ class DataConfig:
             same tokens (1: whole documents held out, the column told from the first row).
     """
 
-    name: str = "stdlib"
-    tokenizer: str = ""
-    sequence: int = 256
+    name: Name = "stdlib"
+    tokenizer: Name = ""
+    sequence: Rows = 256
     mode: Literal["packed", "paper"] = "packed"
-    validation: float = 0.05
-    limit: int = 0
-    column: str = ""
-    lost: float = 0.01
-    cache: str = ""
-    workers: int = 0
-    version: int = 0
+    validation: Decay = 0.05
+    limit: Count = 0
+    column: Name = ""
+    lost: Share = 0.01
+    cache: Name = ""
+    workers: Threads = 0
+    version: Count = 0
+
+
+# FOAM's keywords beyond those of OptimizerConfig, for --help, which must not import torch
+FOAM_OPTIONS = {
+    "level": "fold level of matrices: 0 is AdamW, 2 blocks of 4 (the paper's choice), row one value a row",
+    "rule": "adam, mini (one second moment a row) or muon (orthogonalised momentum), for what folds",
+    "residual": "rho, how much of the residual returns to each weight; 0 is the ablation",
+    "second_moment": "mean_square or square_mean (the paper's text)",
+    "bias_correction": "moments (the averages alone) or whole (residual included, the paper's)",
+    "residual_in_v": "kappa, how much of the residual's square the second moment gets; 1 is the paper's",
+    "state": "how moments are kept: float32, bfloat16, int8, or param (as the parameter)",
+    "stochastic": "round narrow weights and state stochastically",
+    "seed": "of that rounding",
+    "momentum": "of rule muon",
+    "nesterov": "of rule muon",
+    "adjust_lr": "of rule muon: original or match_rms_adamw",
+    "maximize": "climb instead of descend",
+    "capturable": "keep the step count on the device, as CUDA graphs need",
+    "backend": "which code steps: eager, cpu or triton; null means the fastest that works",
+    "overrides": "settings of single matrices: {PATTERN: {level: 0}, ...}",
+    "no_decay": "what is spared weight decay: true (norms, biases, embeddings), kinds of these, or patterns of names",
+    "state_budget": "bytes of state, such as 500MB, that levels are chosen to fit",
+}
 
 
 @dataclass
@@ -114,15 +159,15 @@ class OptimizerConfig:
         eps: added to the denominator.
         weight_decay: decoupled decay.
         scale: alpha: learning rate of folded (matrix) parameters relative to lr; empty means the optimizer's default.
-        options: any further keyword of the optimizer (level, residual, second_moment, state, rule, backend, ...).
+        options: any further keyword of the optimizer, as optimizer.options.KEY (`foamlab optimizers NAME` lists them).
     """
 
-    name: str = "foam"
-    lr: float | None = None
-    betas: tuple[float, float] | None = None
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    scale: float | None = None
+    name: Name = "foam"
+    lr: Amount | None = None
+    betas: tuple[Decay, Decay] | None = None
+    eps: Amount = 1e-8
+    weight_decay: Amount = 0.0
+    scale: Amount | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -155,25 +200,25 @@ class TrainConfig:
         memory: what to do where the planner finds that the run cannot fit: refuse, warn, or ignore (do not plan).
     """
 
-    steps: int = 400
-    batch: int = 16
-    micro_batch: int = 0
-    warmup: float = 0.1
-    final: float = 0.1
-    clip: float = 1.0
-    clip_each: float = 0.0
+    steps: Count = 400
+    batch: Rows = 16
+    micro_batch: Count = 0
+    warmup: Share = 0.1
+    final: Share = 0.1
+    clip: Amount = 1.0
+    clip_each: Amount = 0.0
     release: bool = False
-    chunked_loss: int = 0
+    chunked_loss: Count = 0
     precision: Literal["auto", "float32", "bfloat16", "mixed"] = "auto"
-    residual_every: int = 0
-    eval_every: int = 100
-    eval_tokens: int = 65536
-    checkpoint_every: int = 200
-    keep: int = 2
-    patience: int = 10
-    seed: int = 0
-    threads: int = 0
-    device: str = "auto"
+    residual_every: Count = 0
+    eval_every: Count = 100
+    eval_tokens: Count = 65536
+    checkpoint_every: Count = 200
+    keep: Positive = 2
+    patience: Positive = 10
+    seed: Seed = 0
+    threads: Threads = 0
+    device: Name = "auto"
     sample: str = "def "
     tensorboard: bool = False
     memory: Literal["refuse", "warn", "ignore"] = "refuse"
@@ -191,11 +236,11 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    out: str = ""
+    out: Name = ""
 
 
 def settings(plain: dict[str, Any]) -> RunConfig:
-    """A run's settings from what `loop.plain` made of them; those of old name no version of the data, which is 1.
+    """A run's settings from what `plain` made of them; those of old name no version of the data, which is 1.
 
     Raises:
         UserError: a part or a setting that is not known, or lacks.
@@ -206,3 +251,9 @@ def settings(plain: dict[str, Any]) -> RunConfig:
         return RunConfig(**{part: kind(**plain[part]) for part, kind in kinds.items()}, out=str(plain["out"]))
     except (TypeError, KeyError) as e:
         raise UserError(f"these are no settings of a run, or of another foamlab: {e}") from None
+
+
+def plain(config: RunConfig) -> dict[str, Any]:
+    """The settings as JSON and YAML know them: tuples become lists."""
+    settings: dict[str, Any] = json.loads(json.dumps(asdict(config)))
+    return settings

@@ -139,8 +139,8 @@ def _checked(
     studies: dict[str, Any] | None = None,
     margin: float = MARGIN,
 ) -> Contest:
+    config = train.check(config)
     t = config.train
-    train.check(t)
     if not seeds or len(set(seeds)) < len(seeds):
         raise UserError(f"--seeds takes whole numbers, each once; got {','.join(map(str, seeds)) or 'none'}")
     if any(not x > 0 for arm in arms for key in ("lr", "scale") for x in arm.tune.get(key, ())):

@@ -14,7 +14,6 @@ import shlex
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
 from . import checkpoint, data, machine, optimizers, record, restoring, thrift
-from .config import RunConfig, UserError
+from .config import RunConfig, UserError, plain
 from .objective import loss_fn, perplexity, sample, schedule
 from .record import Result
 
@@ -374,9 +373,3 @@ class Training:
             bytes=size,
             sample=text,
         )
-
-
-def plain(config: RunConfig) -> dict[str, Any]:
-    """The settings as JSON and YAML know them: tuples become lists."""
-    settings: dict[str, Any] = json.loads(json.dumps(asdict(config)))
-    return settings

@@ -7,11 +7,10 @@ implements no update rule.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchfoam import PAPER, param_groups
 
+from . import knobs
 from .config import OptimizerConfig, UserError, known_name
 from .rivals import ADAM_RATES, BETAS, HIGH_RATES, RIVALS, SCALES, hushed
 from .routing import Entry, Routed, Settings, matrices, plain_adamw, split
@@ -36,7 +36,7 @@ def foam(
     s: Settings,
     *,
     level: Any = 2,
-    overrides: Any = None,
+    overrides: dict[str, dict[str, Any]] | None = None,
     no_decay: Any = False,
     state_budget: Any = None,
     backend: str | None = None,
@@ -164,7 +164,7 @@ def resolve(config: OptimizerConfig) -> OptimizerConfig:
 
     Raises:
         UserError: an unknown name, or an option that the optimizer does not take, and the nearest is offered; a rate,
-            beta, eps or decay that makes no sense.
+            beta, eps or decay that makes no sense; a switch that is neither true nor false.
     """
     entry = _entry(config.name)
     known = _options(entry)
@@ -172,21 +172,18 @@ def resolve(config: OptimizerConfig) -> OptimizerConfig:
         if option in OWN:
             raise UserError(f"optimizer.options.{option}: use --optimizer.{option}")
         known_name(option, known, f"option of {config.name}")
+    kinds = _kinds(entry)
+    given = {key: knobs.read(kinds[key], x, f"optimizer.options.{key}") for key, x in config.options.items()}
     full = OptimizerConfig(
         name=config.name,
         lr=entry.lr if config.lr is None else config.lr,
-        betas=entry.betas if config.betas is None else (config.betas[0], config.betas[1]),
+        betas=entry.betas if config.betas is None else config.betas,
         eps=config.eps,
         weight_decay=config.weight_decay,
         scale=entry.scale if config.scale is None else config.scale,
-        options={**entry.options, **config.options},
+        options={**entry.options, **given},
     )
-    for name in ("lr", "eps", "weight_decay", "scale"):  # not all packages look at theirs
-        if not 0 <= getattr(full, name) < math.inf:
-            raise UserError(f"optimizer.{name} must be finite and at least 0, got {getattr(full, name)}")
-    if not all(0 <= beta < 1 for beta in full.betas or ()):
-        raise UserError(f"optimizer.betas must be two numbers from 0 to below 1, got {full.betas}")
-    return full
+    return knobs.section("optimizer", full)  # not all packages look at theirs
 
 
 def build(config: OptimizerConfig, model: nn.Module) -> Optimizer:
@@ -275,8 +272,20 @@ def _kind(entry: Entry) -> type:
 
 
 def _options(entry: Entry) -> dict[str, Any]:
+    """The options and their defaults."""
+    return {key: p.default for key, p in _parameters(entry).items()}
+
+
+def _kinds(entry: Entry) -> dict[str, Any]:
+    """What each option may hold, as far as its builder's annotation or its default tells: packages seldom look whether
+    a switch is one, and "no" is as true as "yes" to them."""
+    hints, kinds = get_type_hints(entry.builder), {bool: bool, float: float}
+    return {key: hints.get(key) or kinds.get(type(p.default), Any) for key, p in _parameters(entry).items()}
+
+
+def _parameters(entry: Entry) -> dict[str, inspect.Parameter]:
     own = inspect.signature(entry.builder).parameters
     passed_on = any(p.kind is p.VAR_KEYWORD for p in own.values())
     keywords = {**inspect.signature(_kind(entry)).parameters} if passed_on else {}
     keywords |= {k: p for k, p in own.items() if p.kind is p.KEYWORD_ONLY}
-    return {k: p.default for k, p in keywords.items() if k not in OWN and p.kind is not p.VAR_KEYWORD}
+    return {k: p for k, p in keywords.items() if k not in OWN and p.kind is not p.VAR_KEYWORD}

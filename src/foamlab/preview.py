@@ -27,7 +27,7 @@ def preview(config: RunConfig) -> str:
     Raises:
         UserError: settings that `train` would refuse, as far as can be told without reading the data.
     """
-    check(config.train)
+    config = check(config)
     known_name(config.data.name.partition(":")[0], DATASETS, "data set")
     config, warning = data.settle(config)
     t, d = config.train, config.data

@@ -50,17 +50,23 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping that a YAML file holds; an empty file is an empty one. Raises as `read_json`."""
+    value = parse_yaml(_bytes(path), path)
+    return _object({} if value is None else value, path)
+
+
+def parse_yaml(text: str | bytes, where: str | Path) -> Any:
+    """The value of one YAML text, as `parse_json` has it of JSON; aliases must not make it too large."""
     import yaml
 
     try:
-        value = yaml.safe_load(_bytes(path).decode("utf-8-sig"))
+        value = yaml.safe_load(text if isinstance(text, str) else text.decode("utf-8-sig"))
     except UnicodeDecodeError as e:
-        raise UserError(f"cannot read {path}: {_encoding(e)}") from None
+        raise UserError(f"cannot read {where}: {_encoding(e)}") from None
     except RecursionError:
-        raise UserError(TOO_DEEP.format(path)) from None
+        raise UserError(TOO_DEEP.format(where)) from None
     except (yaml.YAMLError, ValueError) as e:  # ValueError: a date that does not exist
-        raise UserError(f"cannot read {path}: not YAML ({' '.join(str(e).split())})") from None
-    return _object(shallow({} if value is None else value, path, LARGEST_YAML), path)
+        raise UserError(f"cannot read {where}: not YAML ({' '.join(str(e).split())})") from None
+    return shallow(value, where, LARGEST_YAML)
 
 
 def shallow(value: Any, where: str | Path, most: float = math.inf) -> Any:

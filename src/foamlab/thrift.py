@@ -104,9 +104,6 @@ def clip(t: TrainConfig, parameters: list[nn.Parameter], norm: Tensor, size: flo
 
 def check(t: TrainConfig) -> None:
     """Raise UserError for switches that exclude each other."""
-    for name in ("chunked_loss", "residual_every", "clip_each"):
-        if not getattr(t, name) >= 0:
-            raise UserError(f"train.{name} must be at least 0, got {getattr(t, name)}")
     if t.clip and t.clip_each:
         raise UserError("train.clip limits the norm of all gradients, train.clip_each each one's: set one of them to 0")
     if not t.release:

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from . import checkpoint, data, fit, machine, models, optimizers, record, restoring, thrift
-from .config import RunConfig, TrainConfig, UserError
+from . import checkpoint, data, fit, knobs, machine, models, optimizers, record, restoring, thrift
+from .config import RunConfig, UserError
 from .loop import OnEvent, Result, Training, plain
 from .signals import stop_requests
 from .tokenizer import vocabulary
@@ -49,8 +49,8 @@ def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = 
             that is damaged or of another run, too many steps in a row that were not finite.
         KeyboardInterrupt: on a second Ctrl-C.
     """
+    config = check(config)
     t = config.train
-    check(t)
     with ExitStack() as stack:
         world = stack.enter_context(machine.World.join(t.device))
         stack.enter_context(machine.threads(t.threads))
@@ -140,20 +140,11 @@ def rehearse(config: RunConfig, device: torch.device, processes: int = 1) -> Non
     thrift.check_optimizer(config.train, optimizers.rehearse(config.optimizer, model, device), processes)
 
 
-def check(t: TrainConfig) -> None:
-    """Raise UserError for settings of the loop that make no sense, naming the value."""
-    least = {"batch": 1, "patience": 1, "keep": 1}
-    for name in ("steps", "batch", "micro_batch", "eval_every", "eval_tokens", "checkpoint_every", "threads"):
-        least.setdefault(name, 0)
-    for name, low in least.items():
-        if getattr(t, name) < low:
-            raise UserError(f"train.{name} must be at least {low}, got {getattr(t, name)}")
-    for name in ("warmup", "final"):
-        if not 0 <= getattr(t, name) <= 1:
-            raise UserError(f"train.{name} is a share, from 0 to 1; got {getattr(t, name)}")
-    if not t.clip >= 0:
-        raise UserError(f"train.clip must be at least 0 (no clipping), got {t.clip}")
-    thrift.check(t)
+def check(config: RunConfig) -> RunConfig:
+    """The settings as their types have them. Raises UserError for what makes no sense, naming the value."""
+    config = knobs.checked(config)
+    thrift.check(config.train)
+    return config
 
 
 def changes(old: dict[str, Any], new: dict[str, Any], source: Path) -> Iterable[str]:

@@ -57,14 +57,13 @@ def test_every_command_teaches_with_examples_that_parse(name, capsys):
     assert main([name, "--help"]) == 0
     shown = capsys.readouterr().out
     assert command.function.__doc__.splitlines()[0] in shown.replace("\n", " ")
-    parser = arguments.make_parser(name, command.function, command.examples)
     for line in command.examples.splitlines():
         assert line in shown
         program, called, *rest = shlex.split(line.partition(">")[0])
         assert (program, called) == ("foamlab", name)
-        first = ("demo", "my.yaml", "llama-60m-paper", "llama-1.3b-paper", "llama-7b", "qwen-0.5b")
-        given = [word for word in rest if word not in (*first, "--print_config")]
-        parser.parse_args(given)
+        if "--resume" in rest:
+            rest = rest[: rest.index("--resume")]
+        arguments.parse(name, command.function, [word for word in rest if word not in ("my.yaml", "--print_config")])
 
 
 def test_no_command_is_an_error_that_helps(capsys):
@@ -129,7 +128,7 @@ def test_a_dry_run_takes_a_named_backend(capsys):
 
 
 def test_a_settings_file_cannot_run_code(desk, capsys):
-    """jsonargparse can import and call what a file names; here a file is data."""
+    """Some programs import and call what a file names; here a file is data."""
     call = {"class_path": "pathlib.Path.touch", "init_args": {"self": "owned"}}
     (desk / "bad.yaml").write_text(yaml.safe_dump({"optimizer": {"options": {"level": call}}}))
     assert main(["train", "bad.yaml", "--dry_run"]) == 2
@@ -146,15 +145,15 @@ WRONG = {
     "train --dryrun": r"did you mean --dry_run\?",
     "train --train.step 3": r"unknown setting --train\.step: did you mean --train\.steps\?",
     "train group.yaml": r"unknown setting train\.stepz: did you mean train\.steps\?",
-    "train top.yaml": r"unknown setting trian\.steps: did you mean train\.steps\?",
-    "train broken.yaml": r"cannot read the settings in broken\.yaml: .*line 3",
-    "train latin.yaml": r"cannot read the settings in latin\.yaml: .*it must be YAML, in UTF-8",
-    "train --config latin.yaml": "codec can't decode",
+    "train top.yaml": r"top\.yaml: unknown setting trian\.steps: did you mean train\.steps\?",
+    "train broken.yaml": r"cannot read broken\.yaml: not YAML .*line 3",
+    "train latin.yaml": r"cannot read latin\.yaml: not in UTF-8",
+    "train --config latin.yaml": "not in UTF-8",
     "train empty.yaml": r"empty\.yaml holds no settings",
     "train section.yaml": r"section\.yaml: train must hold settings, indented below it, got None; or leave it out",
     "train null.yaml --dry_run": r"train\.steps is empty: give it a value, or leave it out for 400",
-    "train --train.steps many": r"error: train\.steps: Expected a int\. Got value: many",
-    "train --optimizer.lr fast": r"optimizer\.lr: Expected one of float, null\. Got value: fast",
+    "train --train.steps many": r"error: train\.steps must be a whole number, got 'many'",
+    "train --optimizer.lr fast": r"optimizer\.lr must be a number, got 'fast'",
     "train --train.precision float16": "float16",
     "train --model.name": r"--model\.name: expected one argument",
     "train demo stdlib": "unexpected argument 'stdlib'",
@@ -338,6 +337,6 @@ def test_when_nobody_reads_the_output_the_run_is_asked_to_stop_once(monkeypatch)
 def test_the_library_alone_says_what_the_lab_needs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "docstring_parser", None)  # as where only the library is installed
+    monkeypatch.setitem(sys.modules, "yaml", None)  # as where only the library is installed
     assert main(["train", "demo"]) == 2
     assert "pip install 'torchfoam[lab]'" in capsys.readouterr().err

@@ -517,7 +517,7 @@ def test_runs_without_a_name_are_numbered(home: Path, tmp_path: Path, monkeypatc
     [
         ({"batch": 0}, "train.batch must be at least 1, got 0"),
         ({"steps": -1}, "train.steps must be at least 0"),
-        ({"warmup": 1.5}, "train.warmup is a share"),
+        ({"warmup": 1.5}, "train.warmup must be at most 1, got 1.5"),
         ({"clip": math.nan}, "train.clip"),
         ({"device": "abacus"}, "unknown train.device 'abacus'"),
         ({"device": "cuda:99"}, "CUDA devices here"),
