@@ -25,6 +25,7 @@ INTERVAL = 10.0  # seconds between plain lines
 STAGES = {
     "hash": "reading files",
     "tokenizer": "training the tokenizer",
+    "check": "checking the token cache",
     "tokens": "cutting text into tokens",
     "wait": "another process makes the same tokens: waiting",
 }

@@ -36,7 +36,8 @@ def local(name: str, weights: bool = False) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, etag_timeout=5))
     except Exception as e:  # network, access, names: whatever the library and its client raise
-        why = " ".join(str(e).split()).split(". ")[0][:160] or type(e).__name__
+        cause = e.__cause__ or e
+        why = " ".join(str(cause).split()).split(". ")[0][:160] or type(cause).__name__
         raise UserError(
             f"cannot fetch {name} from the Hugging Face hub: {why}; check the name and the network, or give a folder"
         ) from None

@@ -340,3 +340,30 @@ def test_the_library_alone_says_what_the_lab_needs(
     monkeypatch.setitem(sys.modules, "yaml", None)  # as where only the library is installed
     assert main(["train", "demo"]) == 2
     assert "pip install 'torchfoam[lab]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", [["--model.name", "MODEL"], ["--model.name=MODEL"], ["--model.name=org/name"]])
+def test_a_preset_leaves_the_tokenizer_to_a_model_that_brings_one(tmp_path, how):
+    from foamlab.arguments import _recipe_first
+
+    words = [word.replace("MODEL", str(tmp_path)) for word in how]
+    assert _recipe_first(["demo", *words])[2:] == ["--data.tokenizer=", *words]
+    assert _recipe_first(["demo", "--model.name", "llama-10m"])[2:] == ["--model.name", "llama-10m"]
+    (tmp_path / "my.yaml").write_text("data:\n  tokenizer: bytes\n")  # named by the user: stays
+    assert _recipe_first([str(tmp_path / "my.yaml"), *words])[2:] == words
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry_run"]])
+def test_a_hub_model_that_is_out_of_reach_is_one_line(capsys, monkeypatch, tmp_path, dry):
+    monkeypatch.chdir(tmp_path)
+    hub = pytest.importorskip("huggingface_hub")
+
+    def unreachable(*args, **kwargs):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(hub, "snapshot_download", unreachable)
+    assert main(["train", "demo", "--model.name", "org/name", *dry]) == 2
+    err = capsys.readouterr().err
+    assert re.fullmatch(
+        r"foamlab: error: cannot fetch org/name from the Hugging Face hub: no route to host; [^\n]+\n", err
+    )

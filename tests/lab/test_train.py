@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -603,3 +604,52 @@ def test_an_empty_folder_may_be_the_runs(home: Path, tmp_path: Path) -> None:
     assert train(small.config(home, tmp_path / "run", steps=1)).folder == tmp_path / "run"
     with pytest.raises(UserError, match="exists already"):
         train(small.config(home, tmp_path / "run", steps=1))
+
+
+@pytest.mark.parametrize("name", ["train.bin", "validation.bin", "tokenizer.json"])
+def test_a_damaged_cache_does_not_reach_a_resumed_run(home: Path, tmp_path: Path, name: str) -> None:
+    cache = str(tmp_path / "cache")
+    whole = train(small.config(home, tmp_path / "whole", cache=cache))
+    train(small.config(home, tmp_path / "parts", cache=cache), on_event=stop_at(4))
+    (file,) = (tmp_path / "cache").glob(f"*/{name}")
+    data = file.read_bytes()
+    file.write_bytes(data[: len(data) // 4] + bytes(len(data) - len(data) // 4))
+    told: list[dict] = []
+    config = small.config(home, tmp_path / "parts", cache=cache)
+    assert train(config, resume=tmp_path / "parts", on_event=told.append).loss == whole.loss
+    assert any("is damaged" in event["message"] for event in told if event.get("stage") == "warning")
+
+
+def test_tokens_that_differ_under_the_same_key_are_refused(home: Path, tmp_path: Path) -> None:
+    """A cache made anew by another version of the tokenizers library, say."""
+    config = small.config(home, tmp_path / "run")
+    train(config, on_event=stop_at(4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data.Corpus, "digest", property(lambda self: "other", lambda self, value: None), raising=False)
+        with pytest.raises(UserError, match="other text or tokens"):
+            train(config, resume=tmp_path / "run")
+
+
+def test_a_run_of_old_resumes_on_version_1_and_its_tokenizer(home: Path, tmp_path: Path) -> None:
+    config = small.config(home, tmp_path / "run", version=1)
+    train(config, on_event=stop_at(4))
+    (last,) = checkpoint.found(tmp_path / "run")[-1:]
+    saved = torch.load(last / "training.pt", weights_only=True)
+    kept = json.loads(saved["config"])
+    del kept["data"]["version"], kept["data"]["lost"], saved["digest"]
+    torch.save({**saved, "config": json.dumps(kept)}, last / "training.pt")
+    manifest = json.loads((last / "manifest.json").read_text())
+    data = (last / "training.pt").read_bytes()
+    manifest["files"]["training.pt"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (last / "manifest.json").write_text(json.dumps(manifest))
+    config.data.version = 0  # as in its config.yaml: not there
+    assert train(config, resume=tmp_path / "run").status == "done"
+    assert "version: 1" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_what_cannot_fit_reads_no_text(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "prepare", lambda *args: pytest.fail("the text was read"))
+    monkeypatch.setattr("foamlab.fit.available", lambda device: 10_000)
+    for tokenizer in ("bytes", "bpe:4096"):
+        with pytest.raises(UserError, match="this run needs about"):
+            train(small.config(home, tmp_path / "run", tokenizer=tokenizer))
