@@ -344,13 +344,16 @@ def test_the_library_alone_says_what_the_lab_needs(
 
 @pytest.mark.parametrize("how", [["--model.name", "MODEL"], ["--model.name=MODEL"], ["--model.name=org/name"]])
 def test_a_preset_leaves_the_tokenizer_to_a_model_that_brings_one(tmp_path, how):
-    from foamlab.arguments import _recipe_first
+    def tokenizer(*words: str) -> str:
+        (config,), _ = arguments.parse("train", COMMANDS["train"].function, list(words))
+        return config.data.tokenizer
 
     words = [word.replace("MODEL", str(tmp_path)) for word in how]
-    assert _recipe_first(["demo", *words])[2:] == ["--data.tokenizer=", *words]
-    assert _recipe_first(["demo", "--model.name", "llama-10m"])[2:] == ["--model.name", "llama-10m"]
+    assert tokenizer("llama-10m", *words) == ""
+    assert tokenizer("llama-10m", *words, "--data.tokenizer", "bytes") == "bytes"
+    assert tokenizer("llama-10m", "--model.name", "llama-1m") == tokenizer("llama-10m") == "bpe:8192"
     (tmp_path / "my.yaml").write_text("data:\n  tokenizer: bytes\n")  # named by the user: stays
-    assert _recipe_first([str(tmp_path / "my.yaml"), *words])[2:] == words
+    assert tokenizer(str(tmp_path / "my.yaml"), *words) == "bytes"
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry_run"]])
