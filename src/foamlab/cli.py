@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from . import arena, arguments, catalog
 from .columns import fitted, table
@@ -24,6 +24,8 @@ from .config import RunConfig, UserError, known_name
 from .signals import as_interrupts, silence
 
 INTERRUPTED = 130
+# of a write, not of a file that was to be opened: nobody reads, the terminal is gone, the disk or a quota is full
+UNWRITTEN = (errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -299,14 +301,12 @@ COMMANDS: dict[str, Command] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
+    sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # noqa: SIM115, `>&-`
     if isinstance(sys.stdout, TextIOWrapper):  # what the terminal's encoding lacks is escaped, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with as_interrupts():
-            try:
-                code = _answer(args)
-            except SystemExit as e:  # --help and --print_config
-                code = int(e.code or 0)
+            code = _answer(args)
             sys.stdout.flush()  # here a full disk is still an error that can be told
             return code
     except UserError as e:
@@ -319,10 +319,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with suppress(OSError):  # the terminal may be gone
             print("foamlab: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except OSError:
-        if (why := _unwritable(sys.stdout)) is None:
+    except OSError as e:
+        if e.filename is not None or e.errno not in UNWRITTEN:
             raise
-        return _fail(f"cannot write the output: {why}") if why else 0
+        silence(sys.stdout)  # else what is left to write fails again at exit
+        return 0 if e.errno == errno.EPIPE else _fail(f"cannot write the output: {e.strerror}")  # `| head`
 
 
 def _answer(args: list[str]) -> int:
@@ -347,16 +348,6 @@ def _fail(message: str) -> int:
     with suppress(OSError):
         print(f"foamlab: error: {message}", file=sys.stderr)
     return 2
-
-
-def _unwritable(stream: TextIO) -> str | None:
-    """Why a stream takes no more, "" if nobody is there to read it; None if it is in order. What is lost is dropped."""
-    try:
-        stream.flush()
-        return None
-    except OSError as e:
-        silence(stream)
-        return "" if e.errno in (errno.EPIPE, errno.EIO) else e.strerror  # `| head`, a terminal that was closed
 
 
 def _help() -> str:

@@ -197,10 +197,21 @@ def test_a_closed_terminal_ends_the_command(home, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-@pytest.mark.parametrize("words", ["models", "--help", "train demo --print_config", "optimizers foam"])
+@pytest.mark.parametrize("words", ["models", "--help", "train --help", "train demo --print_config", "optimizers foam"])
 def test_a_full_disk_under_the_output_is_one_line(words, monkeypatch, capsys):
     full = open("/dev/full", "w")  # noqa: SIM115
     monkeypatch.setattr(sys, "stdout", full)
     assert cli.main(words.split()) == 2
     full.close()  # as at exit: nothing is left to write
     assert capsys.readouterr().err == "foamlab: error: cannot write the output: No space left on device\n"
+
+
+def test_a_closed_pipe_or_no_output_at_all_is_no_error(monkeypatch, capsys):
+    read, write = os.pipe()
+    os.close(read)
+    pipe = os.fdopen(write, "w")
+    for stream, words in ((pipe, "models"), (pipe, "train --help"), (None, "models"), (None, "train --help")):
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert cli.main(words.split()) == 0
+    pipe.close()  # as at exit: nothing is left to write
+    assert capsys.readouterr().err == ""
