@@ -132,12 +132,16 @@ class Routed(Optimizer):
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
             raise ValueError("the saved state has other groups or numbers of parameters than this optimizer")
         loaded: dict[Any, Any] = {}
-        for part in self.parts:
-            own, saved = saved[: len(part.param_groups)], saved[len(part.param_groups) :]
-            numbers = {i for g in own for i in g["params"]}
-            share = {i: x for i, x in state_dict["state"].items() if i in numbers}
-            part.load_state_dict({"state": share, "param_groups": own})
-            loaded |= part.state
+        try:
+            for part in self.parts:
+                own, saved = saved[: len(part.param_groups)], saved[len(part.param_groups) :]
+                numbers = {i for g in own for i in g["params"]}
+                share = {i: x for i, x in state_dict["state"].items() if i in numbers}
+                part.load_state_dict({"state": share, "param_groups": own})
+                loaded |= part.state
+        except Exception:  # a part that has loaded holds new dicts: all go back to the old ones
+            self._link(groups)
+            raise
         state.clear()
         state.update(loaded)
         self._link([g for part in self.parts for g in part.param_groups])

@@ -447,3 +447,23 @@ def test_a_rival_is_built_without_a_word(name):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_part_that_refuses_leaves_all_parts_as_they_were():
+    model, other = toy(), toy()
+    opt, again = (build(OptimizerConfig("muon"), m) for m in (model, other))
+    learn(model, opt, 2)
+    learn(other, again, 1)
+    saved, before = copy.deepcopy(opt.state_dict()), copy.deepcopy(again.state_dict())
+    last = saved["param_groups"][-1]["params"][0]
+    saved["param_groups"][-1]["params"] = [last] * len(saved["param_groups"][-1]["params"])  # AdamW's part refuses
+    saved["param_groups"][-1].pop("betas")
+    saved["state"][last] = None
+    with pytest.raises(Exception):  # noqa: B017  (torch's own words)
+        again.load_state_dict(saved)
+    after = again.state_dict()
+    assert str(after["param_groups"]) == str(before["param_groups"])
+    for i, kept in before["state"].items():
+        for key, x in kept.items():
+            exact(torch.as_tensor(after["state"][i][key]), torch.as_tensor(x))
+    learn(other, again, 1)
