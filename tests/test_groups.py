@@ -365,6 +365,20 @@ def test_what_a_model_names_as_its_classifier_is_its_head() -> None:
     assert set(split(param_groups(Timm()))[0]) == {"body.weight"}
 
 
+@pytest.mark.parametrize("question", ["get_classifier", "get_output_embeddings"])
+@pytest.mark.parametrize(
+    "attribute", [lambda self, x: self.body(x), lambda self: self.no_such, True], ids=["asks", "fails", "no method"]
+)
+def test_what_only_shares_a_name_with_such_a_method_names_no_head(question: str, attribute: object) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.classifier = nn.Linear(8, 8), nn.Linear(8, 5)
+
+    setattr(Own, question, attribute)
+    assert set(split(param_groups(Own()))[0]) == {"body.weight"}
+
+
 @pytest.mark.parametrize("name", HAND)
 def test_hand_written_models(name: str) -> None:
     model, expected = HAND[name]

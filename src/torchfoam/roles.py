@@ -101,7 +101,7 @@ def _heads(model: nn.Module) -> set[int]:
     heads: set[int] = set()
     for module in model.modules():  # of every module: the model may be wrapped, or made of several
         for question in ("get_output_embeddings", "get_classifier"):
-            with suppress(NotImplementedError):
+            with suppress(Exception):  # the user's method of that name may answer another question, or ask one itself
                 output = getattr(module, question, lambda: None)()
                 parts = output if isinstance(output, (tuple, list)) else (output,)
                 heads.update(id(x) for x in parts if isinstance(x, nn.Module))
