@@ -326,7 +326,7 @@ with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
     for _ in range(3):
         w = torch.nn.Parameter(torch.ones(2, 8)); w.grad = torch.ones_like(w)
-        FOAM([w]).step()
+        FOAM([("w", w)]).step()
 assert w[0, 0] < 1 and len(seen) == 1, seen
 assert "apt install gcc" in str(seen[0].message), seen[0].message
 assert "apt install gcc" in backends()["cpu"]

@@ -44,7 +44,7 @@ HAND = {
 def test_four_numbers_by_hand(rule: str) -> None:
     options, one, two = HAND[rule]
     p = nn.Parameter(torch.zeros(1, 4, dtype=torch.float64))
-    opt = FOAM([p], lr=0.1, betas=(0.5, 0.5), eps=0.0, weight_decay=0.0, level=2, **options)
+    opt = FOAM([{"params": [p], "level": 2}], lr=0.1, betas=(0.5, 0.5), eps=0.0, weight_decay=0.0, **options)
     p.grad = torch.tensor([[1.0, 2.0, 3.0, 6.0]], dtype=torch.float64)
     opt.step()
     assert (opt.state[p]["m"].item(), opt.state[p]["v"].item()) == (1.5, 6.25)
