@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from . import knobs
-from .config import FOAM_OPTIONS, RunConfig, UserError, known_name, nearest, plain
+from .config import FOAM_OPTIONS, RunConfig, UserError, known_name, nearest, of_old, plain
 from .reading import parse_yaml, read_yaml
 
 PRESETS = Path(__file__).parent / "presets"
@@ -145,7 +145,8 @@ def _settings(path: Path) -> Values:
     """The settings that a YAML file holds. Raises UserError if they are none."""
     if not (content := read_yaml(path)):
         raise UserError(f"{path} holds no settings; `foamlab presets demo` shows what they look like")
-    return knobs.flat(content, f"{path}: ")
+    values = knobs.flat(content, f"{path}: ")
+    return of_old(values) if (path.parent / "run.json").is_file() else values
 
 
 def _brings(model: str) -> bool:

@@ -239,6 +239,24 @@ class RunConfig:
     out: Name = ""
 
 
+# what torchfoam 0.1 did without a name for it; PAPER has the same
+RULE_OF_OLD = {"bias_correction": "whole", "residual_in_v": 1.0}
+
+
+def of_old(values: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a run by their full names, with those named that a run of 0.1 had without naming them.
+
+    Such a run is known by the lack of data.version. Without this its config.yaml would begin another run: by the
+    newer default rule, on another split of the text.
+    """
+    if "data.version" in values:
+        return values
+    values = {**values, "data.version": 1}
+    if (name := str(values.get("optimizer.name", "foam"))).startswith("foam") and name != "foam-ablation":
+        values["optimizer.options"] = {**RULE_OF_OLD, **values.get("optimizer.options", {})}
+    return values
+
+
 def settings(plain: dict[str, Any]) -> RunConfig:
     """A run's settings from what `plain` made of them; those of old name no version of the data, which is 1.
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from . import checkpoint, data, fit, knobs, machine, models, optimizers, record, restoring, thrift
-from .config import RunConfig, UserError
+from .config import RULE_OF_OLD, RunConfig, UserError
 from .loop import OnEvent, Result, Training, plain
 from .signals import stop_requests
 from .tokenizer import vocabulary
@@ -120,8 +120,12 @@ def old(config: RunConfig, resume: Path, emit: OnEvent) -> tuple[RunConfig, Path
     folder, source = checkpoint.find(resume)
     saved = checkpoint.load(source)
     was = restoring.check(saved, source / checkpoint.TRAINING)
-    if isinstance(kept := was.setdefault("data", {}), dict):
-        kept.setdefault("version", 1)  # written before there were versions
+    kept, options = was.setdefault("data", {}), flat(was).get("optimizer.options")
+    if isinstance(kept, dict) and "version" not in kept:  # of 0.1, which named neither this nor its rule
+        kept["version"] = 1
+        if isinstance(options, dict):
+            now = config.optimizer.options
+            options |= {key: x for key, x in RULE_OF_OLD.items() if key in now and key not in options}
     config = settle(config, emit, flat(was).get("data.version", 1))
     for message in changes(was, plain(config), source):
         emit({"kind": "note", "message": message})

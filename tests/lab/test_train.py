@@ -19,11 +19,14 @@ import torch
 import yaml
 
 from foamlab import checkpoint, data, loop, machine, models, optimizers
-from foamlab.config import TrainConfig, UserError
+from foamlab import cli as commands
+from foamlab.arguments import parse
+from foamlab.config import RULE_OF_OLD, TrainConfig, UserError
 from foamlab.loop import plain
 from foamlab.objective import loss_fn, schedule
 from foamlab.train import train
 from tolerances import exact, rounding
+from torchfoam import PAPER
 
 HERE = Path(__file__).parent
 
@@ -630,21 +633,54 @@ def test_tokens_that_differ_under_the_same_key_are_refused(home: Path, tmp_path:
             train(config, resume=tmp_path / "run")
 
 
-def test_a_run_of_old_resumes_on_version_1_and_its_tokenizer(home: Path, tmp_path: Path) -> None:
-    config = small.config(home, tmp_path / "run", version=1)
-    train(config, on_event=stop_at(4))
-    (last,) = checkpoint.found(tmp_path / "run")[-1:]
+def aged(run: Path) -> None:
+    """Make a stopped run one of 0.1, which named neither the version of the data nor FOAM's rule."""
+    (last,) = checkpoint.found(run)[-1:]
     saved = torch.load(last / "training.pt", weights_only=True)
     kept = json.loads(saved["config"])
     del kept["data"]["version"], kept["data"]["lost"], saved["digest"]
+    for key in RULE_OF_OLD:
+        kept["optimizer"]["options"].pop(key, None)
     torch.save({**saved, "config": json.dumps(kept)}, last / "training.pt")
     manifest = json.loads((last / "manifest.json").read_text())
     data = (last / "training.pt").read_bytes()
     manifest["files"]["training.pt"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     (last / "manifest.json").write_text(json.dumps(manifest))
-    config.data.version = 0  # as in its config.yaml: not there
-    assert train(config, resume=tmp_path / "run").status == "done"
+    (run / "config.yaml").write_text(yaml.safe_dump(kept))
+
+
+@pytest.mark.parametrize("name", ["foam", "foam-paper", "foam-muon", "foam-no-residual", "adamw"])
+def test_a_run_of_old_resumes_and_begins_again_by_its_own_rule_and_data(home: Path, tmp_path: Path, name: str) -> None:
+    rule = RULE_OF_OLD if name == "foam" else {}
+    config = small.config(home, tmp_path / "whole", name, version=1)
+    config.optimizer.options |= rule
+    train(config)
+    config.out = str(tmp_path / "run")
+    train(config, on_event=stop_at(4))
+    aged(tmp_path / "run")
+    (again,), _ = parse("train", commands.train, [str(tmp_path / "run" / "config.yaml")])
+    assert again.data.version == 1
+    again.out = str(tmp_path / "again")
+    train(again)
+    same(tmp_path / "whole", tmp_path / "again")
+    (old,), _ = parse("train", commands.train, ["--resume", str(tmp_path / "run")])
+    assert train(old, resume=tmp_path / "run").status == "done"
+    same(tmp_path / "whole", tmp_path / "run")
     assert "version: 1" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_a_run_of_old_keeps_its_rule_also_from_python(home: Path, tmp_path: Path) -> None:
+    config = small.config(home, tmp_path / "run", version=1)
+    config.optimizer.options |= RULE_OF_OLD
+    train(config, on_event=stop_at(4))
+    aged(tmp_path / "run")
+    config.optimizer.options, config.data.version = {"bias_correction": "moments"}, 0
+    with pytest.raises(UserError, match="was made with optimizer"):
+        train(config, resume=tmp_path / "run")
+    config.optimizer.options = {}
+    train(config, resume=tmp_path / "run")
+    groups = checkpoint.load(checkpoint.found(tmp_path / "run")[-1])["optimizer"]["param_groups"]
+    assert {g["bias_correction"] for g in groups} == {"whole"} and PAPER.items() >= RULE_OF_OLD.items()
 
 
 def test_what_cannot_fit_reads_no_text(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
