@@ -165,7 +165,7 @@ WRONG = {
     "train --dry_run --data.name stdlb": r"did you mean stdlib\?",
     "train --dry_run --data.name text:nowhere/x": "no such file or folder: 'nowhere/x'",
     "train --dry_run --data.name text:latin.yaml": "cannot tell what latin.yaml holds",
-    "train --dry_run --data.name text:.": r"no text in \. \(\d+ files of other kinds\)",
+    "train --dry_run --data.name text:pictures": r"no text in pictures \(1 files of other kinds\)",
     "train --dry_run --data.name text:": "lacks its PATH",
     "train --dry_run --data.name stdlib:3": "takes nothing after a colon",
     "train --dry_run --data.name /nowhere/mine": "write text:/nowhere/mine for your own",
@@ -199,6 +199,8 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(words, desk, capsys):
     (desk / "empty.yaml").write_text("# nothing\n")
     (desk / "section.yaml").write_text("train:\n#  steps: 3\n")
     (desk / "null.yaml").write_text("train:\n  steps: null\n")
+    (desk / "pictures").mkdir()
+    (desk / "pictures" / "a.png").touch()
     before = sorted(desk.iterdir())
     assert main(words.split()) == 2
     out, err = capsys.readouterr()
