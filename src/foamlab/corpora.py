@@ -115,11 +115,11 @@ def find(config: DataConfig) -> tuple[Dataset, str]:
     if entry is None:
         known = ", ".join(key + (f":{e.argument}" if e.argument else "") for key, e in DATASETS.items())
         if Path(config.name).exists() or "/" in config.name or kind_of(Path(config.name))[0]:
-            hint = f"write text:{config.name} for your own file or folder"
+            hint = f"write text:{config.name:.200} for your own file or folder"
         else:
             near = nearest(name, DATASETS)
             hint = f"did you mean {near}?" if near else "text:PATH reads your own files"
-        raise UserError(f"unknown data set {config.name!r}: {hint} (known: {known})")
+        raise UserError(f"unknown data set {config.name[:200]!r}: {hint} (known: {known})")
     if entry.argument and not argument:
         raise UserError(f"data.name {config.name!r} lacks its {entry.argument}: write {name}:{entry.argument}")
     if colon and not entry.argument:
@@ -203,10 +203,18 @@ def _text(config: DataConfig, argument: str, progress: Progress) -> Source:
     return _local(files, config, progress, path=str(root), other_files=len(seen) - len(files), other_kinds=kinds)
 
 
+# what the lab's own folders hold: a run, a contest, a token cache
+OURS = ({"run.json", "config.yaml"}, {"contest.json", "config.yaml"}, {"corpus.json", "train.bin"})
+
+
 def _walk(root: Path, without: Collection[str] = ()) -> list[tuple[str, Path]]:
-    """All files below `root` as (name, path), sorted by name; without hidden ones and folders named in `without`."""
+    """All files below `root` as (name, path), sorted by name; without hidden ones, what the lab
+    itself wrote, and folders named in `without`."""
     files = []
     for folder, folders, names in os.walk(root):
+        if any(marks <= set(names) for marks in OURS):
+            folders.clear()
+            continue
         folders[:] = [name for name in folders if name[0] != "." and name not in without]
         paths = (Path(folder, name) for name in names if name[0] != ".")
         files += [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]

@@ -429,3 +429,14 @@ def test_version_1_reads_as_it_did(tmp_path: Path) -> None:
     assert prepare(config, 0).tokenizer.decode(prepare(config, 0).tokens("train")) == "text"
     config.version = 0
     assert prepare(config, 0).tokenizer.decode(prepare(config, 0).tokens("train")) == "textmore"
+
+
+def test_runs_and_caches_below_a_text_folder_are_no_text(tmp_path):
+    (tmp_path / "a.txt").write_text("The only text there is.")
+    yaml, cache = "config.yaml", "train.bin"
+    for folder, *names in (("runs/a", "run.json", yaml), ("c", "contest.json", yaml), ("d/x", "corpus.json", cache)):
+        (tmp_path / folder / "deep").mkdir(parents=True)
+        for name in names:
+            (tmp_path / folder / name).write_text('["not text"]')
+        (tmp_path / folder / "deep" / "b.json").write_text('["not text"]')
+    assert [name for name, _ in corpora._walk(tmp_path)] == ["a.txt"]

@@ -58,6 +58,8 @@ def sealed(monkeypatch, tmp_path):
         raise AssertionError("the text was read")
 
     monkeypatch.setattr(data, "prepare", touched)
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("It is there, that is all.")
     return replace(small_config(tmp_path, tmp_path / "run"), model=ModelConfig("llama-1m"))
 
 
