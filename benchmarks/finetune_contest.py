@@ -100,7 +100,7 @@ class Bench:
         """One fine-tuning from the weights as they came; the figures of its line."""
         import torch
 
-        from foamlab.optimizers import state_bytes
+        from foamlab.optimizers.registry import state_bytes
 
         task, model = self.task, self.task.model
         model.load_state_dict(self.weights)
@@ -228,7 +228,7 @@ def average(runs: Seeds, what: str) -> float:
 
 def row(mine: Seeds, adamw: Seeds, margin: float) -> list[str]:
     """The cells after the arm's name."""
-    from foamlab.stats import equivalence, mean
+    from foamlab.runs.stats import equivalence, mean
 
     figures = [
         f"{average(mine, what):.{digits}f}" for what, digits in (("train_loss", 4), ("loss", 4), ("accuracy", 3))

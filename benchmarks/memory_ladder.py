@@ -2,8 +2,8 @@
 
 import argparse
 
-from foamlab import ladder
 from foamlab.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from foamlab.studies import memory_ladder
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", default="llama-60m")
@@ -20,9 +20,11 @@ base = RunConfig(
     train=TrainConfig(batch=args.batch, device=args.device, threads=args.threads),
 )
 found = []
-for rung in ladder.climb(base, args.chunk):
+for rung in memory_ladder.climb(base, args.chunk):
     found.append(rung)
     for row in (
-        ladder.table(found)[-1:] if len(found) > 1 else [*ladder.table(found)[:1], ["---"] * 8, ladder.table(found)[1]]
+        memory_ladder.table(found)[-1:]
+        if len(found) > 1
+        else [*memory_ladder.table(found)[:1], ["---"] * 8, memory_ladder.table(found)[1]]
     ):
         print("| " + " | ".join(row) + " |", flush=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 import warnings
 
-from foamlab.calibrate import check
 from foamlab.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from foamlab.studies.plan_check import check
 
 MODELS = ("llama-1m", "llama-10m", "llama-60m", "gpt2", "qwen-10m", "gpt2-10m")
 

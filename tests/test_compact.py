@@ -216,7 +216,7 @@ def test_llama_8b_at_level_3_in_codes_costs_at_most_half_a_byte_a_parameter() ->
 
 def llama(name: str) -> nn.Module:
     from foamlab.config import ModelConfig
-    from foamlab.models import build
+    from foamlab.models.presets import build
 
     return build(ModelConfig(name=name), device="meta", dtype=BF16)
 
@@ -324,7 +324,7 @@ def test_cutting_a_parameter_into_slabs_changes_no_bit(
 
 def test_a_step_on_codes_needs_little_beside_them() -> None:
     """Temporaries of the eager twin stay the same however large the parameter is."""
-    from foamlab.simulate import Tracker
+    from foamlab.memory.simulate import Tracker
 
     most = []
     for rows in (1000, 4000):

@@ -21,8 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-from foamlab import thrift
 from foamlab.config import TrainConfig
+from foamlab.models import thrift
 from torchfoam import FOAM, GradientRelease, from_adamw
 from torchfoam.kernels import BACKENDS, choose
 from torchfoam.rules import RULES

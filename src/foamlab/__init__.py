@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .planner import Plan, plan
+    from .memory.planner import Plan, plan
 
 __all__ = ["Plan", "plan"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:  # only now: torch takes two seconds to import
-        from . import planner
+        from .memory import planner
 
         return getattr(planner, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

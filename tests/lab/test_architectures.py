@@ -14,10 +14,11 @@ from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 import foamlab
-from foamlab import architectures, cli
+from foamlab.cli import commands
 from foamlab.config import ModelConfig, UserError
-from foamlab.models import MODELS, build
-from foamlab.train import train
+from foamlab.models import architectures
+from foamlab.models.presets import MODELS, build
+from foamlab.training.run import train
 from tolerances import exact
 
 WIDE = {
@@ -103,7 +104,7 @@ def test_an_encoders_folder_is_refused_before_text_is_read(tmp_path: Path, monke
             build(ModelConfig(str(folder)), None, 16, device)
     with pytest.raises(UserError, match="no causal language model"):
         foamlab.plan(str(folder), sequence=16)
-    monkeypatch.setattr("foamlab.data.prepare", lambda *args: pytest.fail("text was read"))
+    monkeypatch.setattr("foamlab.data.corpus.prepare", lambda *args: pytest.fail("text was read"))
     with pytest.raises(UserError, match="no causal language model"):
         train(small.config(tmp_path, tmp_path / "run", model=str(folder)))
     # the small copy is not what is asked where it cannot be made: then the weights are
@@ -189,7 +190,7 @@ def test_the_rest_gets_a_line(tmp_path: Path, name: str, capsys: pytest.CaptureF
         foamlab.plan(str(tmp_path / "config.json"), sequence=16)
     with pytest.raises(UserError):
         train(small.config(tmp_path, tmp_path / "run", model=str(tmp_path)))
-    assert cli.main(["plan", str(tmp_path), "--gpu", "1GB"]) == 2
+    assert commands.main(["plan", str(tmp_path), "--gpu", "1GB"]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 

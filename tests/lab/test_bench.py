@@ -10,9 +10,9 @@ import pytest
 import small
 import torch
 
-from foamlab import bench
-from foamlab.cli import main
+from foamlab.cli.commands import main
 from foamlab.config import UserError
+from foamlab.studies import bench
 
 CPU = torch.device("cpu")
 

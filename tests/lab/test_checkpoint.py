@@ -12,8 +12,8 @@ import pytest
 import small
 import torch
 
-from foamlab import checkpoint
 from foamlab.config import UserError
+from foamlab.training import checkpoint
 from tolerances import exact
 
 FILES = ("model.safetensors", "training.pt", "config.json", "tokenizer.json", "manifest.json")

@@ -13,8 +13,8 @@ import sys
 import pytest
 import yaml
 
-from foamlab import arguments, display
-from foamlab.cli import COMMANDS, main
+from foamlab.cli import arguments, run_display
+from foamlab.cli.commands import COMMANDS, main
 from foamlab.config import RunConfig
 
 # a run of seconds
@@ -213,7 +213,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch, desk):
     def broken(config):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("foamlab.preview.preview", broken)
+    monkeypatch.setattr("foamlab.training.preview.preview", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         main(["train", "--dry_run"])
 
@@ -250,7 +250,7 @@ def test_train_stop_resume_report(desk, capsys, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(display.Plain, "train", stop)
+        patch.setattr(run_display.Plain, "train", stop)
         assert main(["train", *TINY, "--train.steps", "6", "--out", "halves"]) == 130
     assert "to go on: foamlab train --resume halves" in capsys.readouterr().out
     assert main(["train", "--resume", "halves"]) == 0
@@ -300,7 +300,7 @@ def test_a_run_is_shown_on_terminals_and_in_pipes(stream, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
     shown = stream()
-    with display.display(shown, interval=0) as on_event:
+    with run_display.display(shown, interval=0) as on_event:
         for event in EVENTS:
             on_event(event)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
@@ -317,7 +317,7 @@ def test_a_run_is_shown_on_terminals_and_in_pipes(stream, monkeypatch):
 
 def test_a_pipe_gets_one_line_an_interval():
     shown = io.StringIO()
-    with display.display(shown, interval=3600) as on_event:
+    with run_display.display(shown, interval=3600) as on_event:
         on_event(EVENTS[4])
         on_event(EVENTS[5])
         for step in range(1, 101):
@@ -335,8 +335,8 @@ def test_when_nobody_reads_the_output_the_run_is_asked_to_stop_once(monkeypatch)
     try:
         for read, _ in ends:
             os.close(read)
-        monkeypatch.setattr(display.sys, "stderr", err)
-        with display.display(out, interval=0) as on_event:
+        monkeypatch.setattr(run_display.sys, "stderr", err)
+        with run_display.display(out, interval=0) as on_event:
             for event in EVENTS:
                 on_event(event)
         assert asked == [1]

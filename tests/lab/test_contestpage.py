@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 from test_report import CHROMIUM, FRAMES, PROBE, Text, browse, make_run
 
-from foamlab import figures, plots
 from foamlab.config import UserError
-from foamlab.contest import Arm, Rule, wanted
-from foamlab.contestpage import compare_table, page, report
-from foamlab.gallery import charts, open_book
-from foamlab.ledger import STOPPED, Outcomes, write
-from foamlab.standings import standings
+from foamlab.contest.charts import charts, open_book
+from foamlab.contest.folder import STOPPED, Outcomes, write
+from foamlab.contest.page import compare_table, page, report
+from foamlab.contest.results import standings
+from foamlab.contest.search import Arm, Rule, wanted
+from foamlab.report import charts as plots
+from foamlab.report import plotly_charts
 
 # name -> (best lr, loss there, bytes of state, scale is tuned)
 FIELD = {
@@ -124,7 +125,7 @@ def test_charts_hold_what_the_runs_say(field: Path) -> None:
     assert list(drawn) == names
     for chart in drawn.values():
         for one in chart.charts if isinstance(chart, plots.Panels) else [chart]:
-            figure = figures.plotly(one)
+            figure = plotly_charts.plotly(one)
             json.dumps(figure, allow_nan=False)
             graph.Figure(figure)  # unknown attributes raise
     curves = drawn["curves"]

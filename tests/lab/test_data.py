@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from foamlab import documents
 from foamlab.config import DataConfig, UserError
-from foamlab.data import Corpus, permuted, prepare
+from foamlab.data import documents
+from foamlab.data.corpus import Corpus, permuted, prepare
 
 WORDS = ["fold", "mean", "block", "residual", "moment", "été", "数", "x = 1", "\n\n", "    return"]
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from foamlab import documents, tokens
 from foamlab.config import DataConfig, UserError
-from foamlab.data import prepare
+from foamlab.data import cache, documents
+from foamlab.data.corpus import prepare
 
 BUILD = """
 import os, sys
@@ -105,16 +105,16 @@ def test_a_cache_of_old_is_kept_only_where_it_cannot_be_made_anew(config: DataCo
     before, about = content(folder), json.loads((folder / "corpus.json").read_text())
     del about["sha256"], about["seal"]
     (folder / "corpus.json").write_text(json.dumps(about))
-    assert tokens.read_about(folder, pytest.fail, old=True) == about
+    assert cache.read_about(folder, pytest.fail, old=True) == about
     assert content(prepare(config, 0).folder) == before
 
 
 def test_a_slow_check_is_told(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = prepare(config, 0).folder
     clock = iter(range(0, 1000, 3))
-    monkeypatch.setattr(tokens.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(cache.time, "monotonic", lambda: next(clock))
     events: list[dict] = []
-    tokens.hashes(folder, ["train.bin", "train.offsets"], events.append)
+    cache.hashes(folder, ["train.bin", "train.offsets"], events.append)
     assert [event["stage"] for event in events] == ["check", "check"] and events[-1]["share"] == 1
 
 
@@ -123,7 +123,7 @@ def test_full_disk_leaves_nothing_and_says_so(config: DataConfig, monkeypatch: p
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tokens._Writer, "add", full)
+        patch.setattr(cache._Writer, "add", full)
         with pytest.raises(UserError, match=r"disk full .* set data.cache"):
             prepare(config, 0)
     assert not shown(config) and not list(Path(config.cache).glob(".building-*"))
@@ -195,7 +195,7 @@ def test_building_reads_little_ahead_of_what_it_writes(
     config: DataConfig, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(documents, "PIECE", 100)
-    monkeypatch.setattr(tokens, "SAMPLE", 500)
+    monkeypatch.setattr(cache, "SAMPLE", 500)
     events: list[dict] = []
     prepare(DataConfig(**{**vars(config), "tokenizer": tokenizer, "workers": 1}), 0, events.append)
     progress = [fact for fact in events if fact["stage"] == "tokens"]
@@ -208,13 +208,13 @@ def test_the_tokenizer_never_sees_validation_text(config: DataConfig) -> None:
     corpus = prepare(config, 0)
     seen: list[str] = []
     train = corpus.tokenizer.decode(corpus.tokens("train"))
-    real = tokens.make
+    real = cache.make
 
     def spy(spec: str, texts: object, *rest: object) -> object:
         seen.extend(texts)
         return real(spec, iter(seen), *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokens, "make", spy)
+        patch.setattr(cache, "make", spy)
         prepare(DataConfig(**{**vars(config), "cache": config.cache + "-2"}), 0)
     assert "".join(seen) == train and len(seen) < 60

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import zstandard
 
-from foamlab import corpora
 from foamlab.config import DataConfig, UserError
-from foamlab.corpora import DATASETS, open_source
-from foamlab.data import prepare
-from foamlab.formats import FORMATS, Foreign, Rows, Unreadable, read_file
+from foamlab.data import sources
+from foamlab.data.corpus import prepare
+from foamlab.data.formats import FORMATS, Foreign, Rows, Unreadable, read_file
+from foamlab.data.sources import DATASETS, open_source
 
 TEXTS = [
     'Plain.\nTwo lines, a "quote"; and, a comma.',
@@ -312,7 +312,7 @@ def test_bad_names_and_empty_places(tmp_path: Path, name: str, says: str, monkey
     (tmp_path / "train" / "x.bin").write_bytes(b"")
     (tmp_path / "blank.txt").write_text("\n")
     (tmp_path / "empty.jsonl").write_text("")
-    monkeypatch.setattr(corpora.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=says) as error:
         prepare(DataConfig(name.replace("HERE", str(tmp_path)), "bytes", 4, cache=str(tmp_path / "cache")), 0)
     assert "\n" not in str(error.value)
@@ -325,7 +325,7 @@ def test_datasets_table() -> None:
 
 def test_stdlib_is_the_running_python_without_tests() -> None:
     source = open_source(DataConfig(), lambda fact: None)
-    texts = source.read(corpora.Losses())
+    texts = source.read(sources.Losses())
     first = "".join(next(texts) for _ in range(20))
     assert "__future__" in first and source.facts["files"] > 300
     assert source.about["python"].startswith("3.")
@@ -439,4 +439,4 @@ def test_runs_and_caches_below_a_text_folder_are_no_text(tmp_path):
         for name in names:
             (tmp_path / folder / name).write_text('["not text"]')
         (tmp_path / folder / "deep" / "b.json").write_text('["not text"]')
-    assert [name for name, _ in corpora._walk(tmp_path)] == ["a.txt"]
+    assert [name for name, _ in sources._walk(tmp_path)] == ["a.txt"]

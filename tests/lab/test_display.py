@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from foamlab.display import display
+from foamlab.cli.run_display import display
 
 START = {
     "kind": "start", "folder": "runs/llama-1m-foam-1", "step": 0, "steps": 600, "tokens_per_step": 2048,

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from test_report import CHROMIUM, FRAMES, PROBE, browse, make_run
 
-from foamlab import figures, plots
-from foamlab.heat import COLUMNS, heat, kind
-from foamlab.report import charts, page, report
-from foamlab.summary import summarize
+from foamlab.report import charts as plots
+from foamlab.report import plotly_charts
+from foamlab.report.residuals import COLUMNS, heat, kind
+from foamlab.report.runs_page import charts, page, report
+from foamlab.runs.summary import summarize
 
 NAMES = [f"model.layers.{i}.{part}.weight" for i in range(12) for part in ("attn.q", "mlp.up")] + ["router.weight"]
 
@@ -49,7 +50,7 @@ def test_the_page_and_the_picture_show_it(tmp_path: Path) -> None:
     graph = pytest.importorskip("plotly.graph_objects")
     run = run_with_ratios(tmp_path / "run")
     drawn = [chart for chart in charts(summarize([run])) if isinstance(chart, plots.Heat)]
-    graph.Figure(figures.plotly(drawn[0]))  # unknown attributes raise
+    graph.Figure(plotly_charts.plotly(drawn[0]))  # unknown attributes raise
     assert 'data-chart="residual-0"' in page(summarize([run]))
     written = report([run], tmp_path / "page.html", static=["png"])
     assert tmp_path / "page-residual-0.png" in written

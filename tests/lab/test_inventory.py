@@ -11,10 +11,10 @@ import pytest
 from test_contestpage import make_contest
 from test_report import make_run
 
-from foamlab import inventory
-from foamlab.cli import main
-from foamlab.columns import fitted, table, widest
+from foamlab.cli.commands import main
 from foamlab.config import UserError
+from foamlab.contest import inventory
+from foamlab.text import fitted, table, widest
 
 
 @pytest.fixture

@@ -11,10 +11,11 @@ import pytest
 import small
 import yaml
 
-from foamlab import config, knobs, optimizers
-from foamlab.cli import main
+from foamlab import config, optimizers
+from foamlab import settings as knobs
+from foamlab.cli.commands import main
 from foamlab.config import FOAM_OPTIONS, OptimizerConfig, RunConfig, UserError, plain
-from foamlab.train import train
+from foamlab.training.run import train
 
 
 def settings(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foamlab import ladder
 from foamlab.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from foamlab.studies import memory_ladder
 from torchfoam.kernels import eager
 
 
 @pytest.fixture(scope="module")
-def found() -> list[ladder.Rung]:
+def found() -> list[memory_ladder.Rung]:
     base = RunConfig(
         model=ModelConfig("llama-1m"),
         data=DataConfig(sequence=64),
@@ -20,16 +20,16 @@ def found() -> list[ladder.Rung]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(eager.SLAB, "cpu", 1 << 12)  # in proportion to the model
         with torch.random.fork_rng():
-            return list(ladder.climb(base, chunk=32))
+            return list(memory_ladder.climb(base, chunk=32))
 
 
-def test_every_rung_is_below_the_one_before(found: list[ladder.Rung]) -> None:
+def test_every_rung_is_below_the_one_before(found: list[memory_ladder.Rung]) -> None:
     peaks = [rung.peak for rung in found]
-    assert peaks == sorted(set(peaks), reverse=True), ladder.table(found)
+    assert peaks == sorted(set(peaks), reverse=True), memory_ladder.table(found)
     assert peaks[-1] < 0.2 * peaks[0]
 
 
-def test_each_saves_what_it_says(found: list[ladder.Rung]) -> None:
+def test_each_saves_what_it_says(found: list[memory_ladder.Rung]) -> None:
     names = ["adamw", "level2", "level3", "row", "chunks", "checkpointing", "release", "bfloat16"]
     at = dict(zip(names, found, strict=True))
     n = 1_840_256  # weights
@@ -46,5 +46,7 @@ def test_each_saves_what_it_says(found: list[ladder.Rung]) -> None:
 
 
 def test_the_table() -> None:
-    rows = ladder.table([ladder.Rung("a", 10**6, 2 * 10**6, 0, 0, 10**6), ladder.Rung("b", 10**6, 0, 0, 0, 10**6)])
+    rows = memory_ladder.table(
+        [memory_ladder.Rung("a", 10**6, 2 * 10**6, 0, 0, 10**6), memory_ladder.Rung("b", 10**6, 0, 0, 0, 10**6)]
+    )
     assert rows[1] == ["a", "1.0", "2.0", "0.0", "0.0", "1.0", "4.0", "100%"] and rows[2][-2:] == ["2.0", "50%"]

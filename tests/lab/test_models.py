@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foamlab.config import ModelConfig, UserError
-from foamlab.models import FAMILIES, MODELS, build
+from foamlab.models.presets import FAMILIES, MODELS, build
 from tolerances import exact
 from torchfoam import param_groups
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from foamlab.ablations import STUDIES, FoldAblation
-from foamlab.apollo import Apollo, projection
-from foamlab.checkpoint import storable
 from foamlab.config import ModelConfig, OptimizerConfig, UserError
-from foamlab.models import build as build_model
-from foamlab.optimizers import OPTIMIZERS, build, options, resolve, state_bytes
+from foamlab.models.presets import build as build_model
+from foamlab.optimizers.apollo import Apollo, projection
+from foamlab.optimizers.fold_ablation import STUDIES, FoldAblation
+from foamlab.optimizers.registry import OPTIMIZERS, build, options, resolve, state_bytes
+from foamlab.training.checkpoint import storable
 from tolerances import exact
 
 PACKAGES = {"adamw8bit": "bitsandbytes", "flash-adamw": "pytorch_optimizer", "galore": "pytorch_optimizer"}
@@ -425,7 +425,7 @@ def test_adam_mini_has_a_second_moment_a_head_whatever_the_heads_width(heads, kv
 
 
 def test_one_line_of_bitsandbytes_is_passed_over_and_no_other(caplog):
-    from foamlab.rivals import hushed
+    from foamlab.optimizers.external import hushed
 
     log = logging.getLogger("bitsandbytes.backends.cpu.ops")
     with hushed():
@@ -441,7 +441,7 @@ def test_a_rival_is_built_without_a_word(name):
     for package in ("bitsandbytes", "peft"):
         pytest.importorskip(package)
     code = (
-        "import torch; from foamlab.optimizers import OptimizerConfig, build; from torch import nn\n"
+        "import torch; from foamlab.optimizers.registry import OptimizerConfig, build; from torch import nn\n"
         f"build(OptimizerConfig({name!r}, options={{'from_scratch': True}} if {name!r} == 'lora' else {{}}),"
         " nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))"
     )

@@ -10,12 +10,15 @@ import torch
 from torch import nn
 
 import foamlab
-from foamlab import calibrate, cli, fit, machine, models, optimizers, planview, simulate
-from foamlab.calibrate import check
-from foamlab.cards import memory
+from foamlab import machine, models, optimizers
+from foamlab.cli import commands
 from foamlab.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig, UserError
-from foamlab.objective import loss_fn
-from foamlab.planner import Planner
+from foamlab.memory import advise, simulate
+from foamlab.memory.gpus import memory
+from foamlab.memory.planner import Planner
+from foamlab.models.language import loss_fn
+from foamlab.studies import plan_check
+from foamlab.studies.plan_check import check
 
 GB = 10**9
 
@@ -156,7 +159,7 @@ def test_many_gpus_share_the_batch_and_keep_buckets():
 )
 def test_the_papers_memory_chart(model, paper):
     config = run(model)
-    sizes = fit.chart(Planner(config), config)
+    sizes = advise.chart(Planner(config), config)
     assert list(sizes) == ["Adam", "Muon", "GaLore, APOLLO", "FOAM level 2", "FOAM row"]
     for (name, size), figure in zip(sizes.items(), paper):
         assert abs(size / GB - figure) < 0.1, name  # one unit of the chart's last digit
@@ -169,9 +172,9 @@ def mildest(config, card, **more):
     """(flags of the mildest change that fits or None, why nothing does)."""
     planner = Planner(config, card=card, **more)
     asked = planner.plan(config)
-    found, why = fit.mildest_of(planner, asked)
+    found, why = advise.mildest_of(planner, asked)
     assert found is None or found.total <= planner.capacity
-    return (fit.differences(asked.config, found.config) if found else None), why
+    return (advise.differences(asked.config, found.config) if found else None), why
 
 
 def test_the_mildest_change_that_fits():
@@ -185,8 +188,8 @@ def test_the_mildest_change_that_fits():
 
 
 def test_order_of_sacrifices():
-    found = list(fit.variants(run(batch=16, sequence=128)))
-    changes = [fit.differences(found[0], c) for c in found]
+    found = list(advise.variants(run(batch=16, sequence=128)))
+    changes = [advise.differences(found[0], c) for c in found]
     assert changes[0] == []
     levels = [i for i, c in enumerate(changes) if any("options.level" in flag for flag in c)]
     narrow = [i for i, c in enumerate(changes) if any("precision" in flag for flag in c)]
@@ -204,15 +207,15 @@ def test_most_rows_and_longest_sequence_fill_the_card():
         c = replace(config, data=replace(config.data, sequence=sequence))
         return planner.plan(replace(c, train=replace(c.train, batch=max(4, 2 * rows), micro_batch=rows))).total
 
-    rows, sequence = fit.most_rows(planner, config), fit.longest(planner, config)
+    rows, sequence = advise.most_rows(planner, config), advise.longest(planner, config)
     assert total(rows, 128) <= card < total(rows + 1, 128)
     assert total(1, sequence) <= card < total(1, sequence + 64)
 
 
 def test_largest():
     for need, capacity, best in ((lambda n: 10 * n, 95, 9), (lambda n: n * n, 50, 7), (lambda n: 5, 5, 100)):
-        assert fit.largest(need, capacity, 100) == best
-    assert fit.largest(lambda n: 10, 5, 100) == 0
+        assert advise.largest(need, capacity, 100) == best
+    assert advise.largest(lambda n: 10, 5, 100) == 0
 
 
 def test_impossible_budgets_say_why():
@@ -238,15 +241,15 @@ def test_sharding_against_fsdp2(model, checkpointing, four_processes):
     from torch.distributed.fsdp import fully_shard
 
     config = run(model, "adamw", checkpointing=checkpointing, batch=4)
-    planned = fit.sharded(Planner(config, device="cpu"), config, 4)
-    with calibrate.allocations("cpu") as peak:
+    planned = advise.sharded(Planner(config, device="cpu"), config, 4)
+    with plan_check.allocations("cpu") as peak:
         net = models.build(config.model, None, 64)
         for block in simulate.blocks_of(net):
             fully_shard(block, mesh=four_processes)
         fully_shard(net, mesh=four_processes)
         optimizer = torch.optim.AdamW(net.parameters(), fused=True)
         ids = torch.zeros(1, 64, dtype=torch.long)
-        for name in ("first", calibrate.SECOND):
+        for name in ("first", plan_check.SECOND):
             with torch.profiler.record_function(name):
                 loss_fn(net, ids, ids).backward()
                 optimizer.step()
@@ -257,13 +260,13 @@ def test_sharding_against_fsdp2(model, checkpointing, four_processes):
 def test_sharding_lowers_what_each_holds():
     config = run("llama-1.3b", batch=8)
     planner = Planner(config)
-    sizes = [planner.plan(config).total, *(fit.sharded(planner, config, n) for n in (2, 4, 8))]
+    sizes = [planner.plan(config).total, *(advise.sharded(planner, config, n) for n in (2, 4, 8))]
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] > planner.plan(config).exact["weights"] / 8
 
 
 def test_a_released_run_has_no_shards_and_rivals_that_keep_their_gradients():
     config = run(release=True, clip=0.0, batch=1, sequence=16)
-    found = fit.fit(Planner(config), config)
+    found = advise.fit(Planner(config), config)
     rows = {row["name"]: row for row in found.rivals}
     assert not found.sharded and rows["foam"]["peak"]["gradients"] < rows["adamw"]["peak"]["gradients"]
     with pytest.raises(UserError, match=r"train\.release needs FOAM, not AdamW"):
@@ -277,7 +280,7 @@ def test_sharded_micro_batches_add_to_shards():
     once, twice = run("llama-10m", batch=4), run("llama-10m", batch=8, micro_batch=1)
     planner = Planner(once, device="cpu")
     shards = planner.plan(once).exact["gradients"] / 4
-    more = fit.sharded(planner, twice, 4) - fit.sharded(planner, once, 4)
+    more = advise.sharded(planner, twice, 4) - advise.sharded(planner, once, 4)
     assert 0 < more <= shards
 
 
@@ -288,7 +291,7 @@ def test_moments_are_compared_at_the_precision_of_the_weights():
     for precision, state in (("bfloat16", "bfloat16"), ("mixed", None)):
         config = run("llama-130m", "foam-paper", precision=precision)
         planner = Planner(config)
-        rows = {row["name"]: row for row in fit.rivals(planner, planner.plan(config), False)}
+        rows = {row["name"]: row for row in advise.rivals(planner, planner.plan(config), False)}
         assert rows["foam"]["options"].get("state") == state and not rows["foam-int8"]["options"]
         assert rows["foam-int8"]["total"] < rows["foam"]["total"] < rows["muon"]["total"] < rows["adamw"]["total"]
         # a quarter of what folds (about two thirds of the weights), all of the rest
@@ -321,13 +324,13 @@ def test_preflight_refuses_warns_and_keeps_quiet(monkeypatch):
         (need, "refuse", "this run needs"),
         (need // 2, "ignore", ""),
     ):
-        monkeypatch.setattr(fit, "available", lambda device, n=capacity: n)
-        message = fit.preflight(replace(config, train=replace(config.train, memory=mode)), cpu, None)
+        monkeypatch.setattr(advise, "available", lambda device, n=capacity: n)
+        message = advise.preflight(replace(config, train=replace(config.train, memory=mode)), cpu, None)
         assert message.startswith(said) and bool(message) == bool(said)
-    monkeypatch.setattr(fit, "available", lambda device: int(0.8 * need))
+    monkeypatch.setattr(advise, "available", lambda device: int(0.8 * need))
     with pytest.raises(UserError, match=r"fits with --.*memory warn"):
-        fit.preflight(config, cpu, None)
-    assert fit.preflight(replace(config, train=replace(config.train, memory="warn")), cpu, None)
+        advise.preflight(config, cpu, None)
+    assert advise.preflight(replace(config, train=replace(config.train, memory="warn")), cpu, None)
 
 
 def test_running_out_of_memory_is_told_apart_and_answered():
@@ -336,7 +339,7 @@ def test_running_out_of_memory_is_told_apart_and_answered():
     assert machine.out_of_memory(caught.value) and machine.out_of_memory(MemoryError())
     assert machine.out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert not machine.out_of_memory(RuntimeError("shapes differ"))
-    said = fit.after(run(), torch.device("cpu"), None)
+    said = advise.after(run(), torch.device("cpu"), None)
     assert said.startswith("out of memory: this run needs about") and "--" in said
 
 
@@ -400,30 +403,30 @@ def test_bad_input(call, said):
 def test_the_command(tmp_path, capsys):
     files = [tmp_path / f"plan.{kind}" for kind in ("html", "json", "yaml", "png")]
     args = ["plan", "llama-1m", "--gpu", "1GB", "--data.sequence", "64", "--write", ",".join(map(str, files))]
-    assert cli.main(args) == 0
+    assert commands.main(args) == 0
     out = capsys.readouterr().out
     assert "vocabulary 4,096" in out and "of 1.0 GB: fits" in out and "adamw" in out
     assert all(f.stat().st_size > 1000 for f in files[:2] + files[3:])
     page = files[0].read_text()
     assert "default-src 'none'" in page and "https://" not in page.split("<script>")[0]
     assert json.loads(files[1].read_text())["asked"]["exact"]["weights"] == 7361024
-    assert cli.main(["train", str(files[2]), "--dry_run"]) == 0
+    assert commands.main(["train", str(files[2]), "--dry_run"]) == 0
     capsys.readouterr()
     assert "tokenizer: bpe:4096" in files[2].read_text()
 
 
 def test_the_command_without_a_card_and_with_an_impossible_one(monkeypatch, capsys):
-    monkeypatch.setattr(fit, "rivals", lambda planner, asked, everything: [])
-    assert cli.main(["plan", "llama-1m", "--data.sequence", "64", "--json"]) == 0
+    monkeypatch.setattr(advise, "rivals", lambda planner, asked, everything: [])
+    assert commands.main(["plan", "llama-1m", "--data.sequence", "64", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["asked"]["device"] == "cpu"
-    assert cli.main(["plan", "llama-7b", "--chart", "--json"]) == 0
+    assert commands.main(["plan", "llama-7b", "--chart", "--json"]) == 0
     assert 40.3e9 < json.loads(capsys.readouterr().out)["Adam"] < 40.5e9
-    assert cli.main(["plan", "llama-7b", "--gpu", "10GB"]) == 2
+    assert commands.main(["plan", "llama-7b", "--gpu", "10GB"]) == 2
     assert "nothing fits 10GB" in capsys.readouterr().err
-    assert cli.main(["plan", "llama-1m", "--gpu", "1GB", "--write", "x.doc"]) == 2
+    assert commands.main(["plan", "llama-1m", "--gpu", "1GB", "--write", "x.doc"]) == 2
 
 
 def test_check_is_shown(capsys):
     found = check(run())
-    text = planview.check_text(found)
+    text = plan_check.text(found)
     assert text.count("exact") == 3 and "%" in text.splitlines()[4]

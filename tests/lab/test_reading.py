@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from foamlab import checkpoint, record, summary
 from foamlab.config import UserError
-from foamlab.reading import DEEPEST, parse_json, read_json, read_yaml
+from foamlab.files import DEEPEST, parse_json, read_json, read_yaml
+from foamlab.runs import record, summary
+from foamlab.training import checkpoint
 
 
 def nested(depth: int, bracket: str = "[]") -> str:
@@ -105,7 +106,7 @@ def mutants(raw: bytes, count: int) -> list[bytes]:
 
 @pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "config.yaml"])
 def test_a_record_of_any_bytes_is_a_summary_or_one_line(tmp_path: Path, name: str) -> None:
-    from foamlab import report
+    from foamlab.report import runs_page
 
     recorder = record.Recorder(tmp_path)
     recorder.settings("optimizer: {name: foam, lr: 0.01}\ntrain: {steps: 2, seed: 0}\n")
@@ -123,8 +124,8 @@ def test_a_record_of_any_bytes_is_a_summary_or_one_line(tmp_path: Path, name: st
     for raw in mutants(file.read_bytes(), 25):
         file.write_bytes(raw)
         try:
-            assert report.page(summary.summarize([tmp_path])).startswith("<!doctype html>")
-            assert len(report.compare_table([tmp_path])) == 2
+            assert runs_page.page(summary.summarize([tmp_path])).startswith("<!doctype html>")
+            assert len(runs_page.compare_table([tmp_path])) == 2
         except UserError as e:
             told += 1
             assert name in str(e)

@@ -19,13 +19,16 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from foamlab import arguments, cards, checkpoint, models, optimizers
+from foamlab import models, optimizers
+from foamlab.cli import arguments
 from foamlab.config import RunConfig
-from foamlab.loop import plain
-from foamlab.planner import Planner
-from foamlab.preview import preview
-from foamlab.tokenizer import vocabulary
-from foamlab.train import train
+from foamlab.data.tokenizer import vocabulary
+from foamlab.memory import gpus
+from foamlab.memory.planner import Planner
+from foamlab.training import checkpoint
+from foamlab.training.loop import plain
+from foamlab.training.preview import preview
+from foamlab.training.run import train
 from tolerances import exact
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
@@ -122,8 +125,8 @@ def planned(row: list[str], *flags: str) -> str:
     name, n, card = row[:3]
     c = parse(name, *flags)
     plan = Planner(c, gpus=int(n), card=card, vocabulary=vocabulary(c.data.tokenizer)[1]).plan(c)
-    assert plan.total < 0.95 * cards.memory(card)
-    return cards.gb(plan.total).removesuffix(" GB")
+    assert plan.total < 0.95 * gpus.memory(card)
+    return gpus.gb(plan.total).removesuffix(" GB")
 
 
 @pytest.mark.parametrize("row", MEMORY, ids=lambda row: row[0])

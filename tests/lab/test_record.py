@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from foamlab import record
 from foamlab.config import UserError
-from foamlab.record import Recorder, read_run
+from foamlab.runs import record
+from foamlab.runs.record import Recorder, read_run
 
 
 def line(step: int, kind: str = "train", **more: object) -> dict:
@@ -139,5 +139,5 @@ def test_circumstances_keep_the_beginning_of_a_resumed_run() -> None:
 
 
 def test_reading_needs_no_torch() -> None:
-    code = "import sys, foamlab.record; sys.exit('torch' in sys.modules)"
+    code = "import sys, foamlab.runs.record; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

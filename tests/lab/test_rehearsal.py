@@ -10,11 +10,13 @@ import pytest
 import torch
 from small import config as small_config
 
-from foamlab import bench, data, lineup, sweep
+from foamlab import data
 from foamlab.config import ModelConfig, OptimizerConfig, RunConfig, TrainConfig, UserError
-from foamlab.optimizers import OPTIMIZERS, rehearse, resolve
-from foamlab.preview import preview
-from foamlab.train import train
+from foamlab.contest import design, runner
+from foamlab.optimizers.registry import OPTIMIZERS, rehearse, resolve
+from foamlab.studies import bench
+from foamlab.training.preview import preview
+from foamlab.training.run import train
 
 VALUES = [
     ({"lr": -1.0}, r"optimizer\.lr must be at least 0, got -1"),
@@ -108,17 +110,17 @@ def test_switches_that_need_foam(sealed):
 def test_contests_refuse_what_all_share(sealed, tmp_path, values, message):
     run = replace(sealed, optimizer=OptimizerConfig(**values))
     with pytest.raises(UserError, match=message):
-        sweep.start(lineup.comparison(run, ["adamw", "sgd"], [0]), tmp_path / "contest")
+        runner.start(design.comparison(run, ["adamw", "sgd"], [0]), tmp_path / "contest")
     with pytest.raises(UserError, match=message):
-        sweep.start(lineup.ablation(run, ["residual"], [0]), tmp_path / "contest")
+        runner.start(design.ablation(run, ["residual"], [0]), tmp_path / "contest")
     assert not (tmp_path / "contest").exists()
 
 
 def test_contests_refuse_rates(sealed, tmp_path):
     with pytest.raises(UserError, match=r"optimizer\.lr .*inf"):
-        sweep.start(lineup.comparison(sealed, ["adamw", "sgd"], [0], {"sgd": [0.1, math.inf]}), tmp_path / "contest")
+        runner.start(design.comparison(sealed, ["adamw", "sgd"], [0], {"sgd": [0.1, math.inf]}), tmp_path / "contest")
     with pytest.raises(UserError, match=r"optimizer\.scale .*-0.5"):
-        lineup.ablation(replace(sealed, optimizer=OptimizerConfig(scale=-0.5)), ["residual"], [0])
+        design.ablation(replace(sealed, optimizer=OptimizerConfig(scale=-0.5)), ["residual"], [0])
 
 
 def test_bench_refuses_before_anything_is_timed(sealed, monkeypatch):
@@ -146,7 +148,7 @@ def test_a_rehearsal_refuses_nothing_that_can_be_had(tmp_path, sealed):
 
 
 def test_a_rehearsal_leaves_random_state_alone():
-    from foamlab.models import build
+    from foamlab.models.presets import build
 
     for name in ("foam", "adamw", "sgd", "apollo"):
         torch.manual_seed(3)

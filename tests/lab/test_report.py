@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import yaml
 
-from foamlab import figures, plots
 from foamlab.config import UserError
-from foamlab.record import Recorder
-from foamlab.report import charts, compare_table, page, report
-from foamlab.summary import arms, cautions, headline, perplexity, summarize
+from foamlab.report import charts as plots
+from foamlab.report import plotly_charts
+from foamlab.report.runs_page import charts, compare_table, page, report
+from foamlab.runs.record import Recorder
+from foamlab.runs.summary import arms, cautions, headline, perplexity, summarize
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>\"'&${{title}}"
@@ -267,7 +268,7 @@ def test_pictures_and_tables(pair: list[Path], tmp_path: Path) -> None:
 def test_charts_are_what_plotly_accepts(pair: list[Path]) -> None:
     graph = pytest.importorskip("plotly.graph_objects")
     for chart in charts(summarize(pair)):
-        drawn = figures.plotly(chart)
+        drawn = plotly_charts.plotly(chart)
         json.dumps(drawn, allow_nan=False)
         graph.Figure(drawn)  # unknown attributes raise
         assert not plots.empty(chart)

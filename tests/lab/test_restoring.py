@@ -14,9 +14,9 @@ import pytest
 import small
 import torch
 
-from foamlab import checkpoint
 from foamlab.config import UserError
-from foamlab.train import train
+from foamlab.training import checkpoint
+from foamlab.training.run import train
 from tolerances import exact
 
 OPTIMIZERS = ("foam", "adamw")

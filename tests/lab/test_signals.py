@@ -13,8 +13,11 @@ import pytest
 import small
 import test_sweep
 
-from foamlab import checkpoint, cli, display, signals, sweep
-from foamlab.train import train
+from foamlab import signals
+from foamlab.cli import commands, run_display
+from foamlab.contest import runner
+from foamlab.training import checkpoint
+from foamlab.training.run import train
 
 home = pytest.fixture(scope="module")(lambda tmp_path_factory: small.prepare(tmp_path_factory.mktemp("home")))
 
@@ -80,8 +83,8 @@ def test_before_a_run_has_begun_a_request_is_as_ctrl_c(number, monkeypatch, caps
         signal.raise_signal(number)
 
     before = signal.getsignal(number)
-    monkeypatch.setitem(cli.COMMANDS, "wait", cli.Command("", "", wait))
-    assert cli.main(["wait"]) == 130
+    monkeypatch.setitem(commands.COMMANDS, "wait", commands.Command("", "", wait))
+    assert commands.main(["wait"]) == 130
     assert capsys.readouterr().err == "foamlab: interrupted\n" and signal.getsignal(number) is before
 
 
@@ -107,14 +110,14 @@ def test_a_contest_lets_its_runs_save(number, config, tmp_path, monkeypatch):
             assert self.returncode == 130
 
     ran = [Endless(), Endless()]
-    monkeypatch.setattr(sweep.Hall, "spawn", lambda self, orders, slot, log: ran[slot] if not log.touch() else None)
+    monkeypatch.setattr(runner.Hall, "spawn", lambda self, orders, slot, log: ran[slot] if not log.touch() else None)
 
     def on_event(event):
         if event["kind"] == "state":
             ran[0].returncode = -number  # Slurm tells all processes of a step
             signal.raise_signal(number)
 
-    end = sweep.start(test_sweep.small_contest(config), tmp_path / "c", 2, on_event)
+    end = runner.start(test_sweep.small_contest(config), tmp_path / "c", 2, on_event)
     assert end["status"] == "interrupted" and log
 
 
@@ -144,7 +147,7 @@ def test_a_closed_terminal_does_not_stop_what_was_not_asked_to(monkeypatch):
 def test_what_a_terminal_cannot_show_goes_to_a_log(monkeypatch, tmp_path):
     with (tmp_path / "log").open("w") as log:
         monkeypatch.setattr(sys, "stderr", log)
-        with display.display(closed_terminal(), interval=0) as on_event:
+        with run_display.display(closed_terminal(), interval=0) as on_event:
             on_event({"kind": "note", "message": "one"})
             on_event({"kind": "note", "message": "two"})
     assert (tmp_path / "log").read_text() == "note: one\nnote: two\n"
@@ -156,7 +159,7 @@ def test_a_terminal_that_is_closed_lets_the_run_save(home, tmp_path, monkeypatch
     master, slave = os.openpty()
     out, on_step = os.fdopen(slave, "w"), ask("train", signal.SIGHUP)
     monkeypatch.setattr(sys, "stderr", out)
-    with display.display(out) as show:
+    with run_display.display(out) as show:
 
         def on_event(event):
             if event["kind"] == "train" and event["step"] == 1:
@@ -174,10 +177,16 @@ def test_a_terminal_that_is_closed_lets_the_run_save(home, tmp_path, monkeypatch
 def test_a_closed_terminal_ends_the_command(home, tmp_path):
     """The whole of it, in a process whose terminal goes away: the system sends SIGHUP."""
     settings = tmp_path / "run.yaml"
-    settings.write_text(json.dumps(sweep.plain(small.config(home, tmp_path / "run", steps=10**6, memory="ignore"))))
+    settings.write_text(json.dumps(runner.plain(small.config(home, tmp_path / "run", steps=10**6, memory="ignore"))))
     master, slave = os.openpty()
     code = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
-    words = [sys.executable, "-c", code + "from foamlab.cli import main; sys.exit(main())", "train", str(settings)]
+    words = [
+        sys.executable,
+        "-c",
+        code + "from foamlab.cli import main; sys.exit(main())",
+        "train",
+        str(settings),
+    ]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "100"}
     io = {"stdin": slave, "stdout": slave, "stderr": slave}
     process = subprocess.Popen(words, **io, env=environ, start_new_session=True, cwd=tmp_path)
@@ -201,7 +210,7 @@ def test_a_closed_terminal_ends_the_command(home, tmp_path):
 def test_a_full_disk_under_the_output_is_one_line(words, monkeypatch, capsys):
     full = open("/dev/full", "w")  # noqa: SIM115
     monkeypatch.setattr(sys, "stdout", full)
-    assert cli.main(words.split()) == 2
+    assert commands.main(words.split()) == 2
     full.close()  # as at exit: nothing is left to write
     assert capsys.readouterr().err == "foamlab: error: cannot write the output: No space left on device\n"
 
@@ -212,6 +221,6 @@ def test_a_closed_pipe_or_no_output_at_all_is_no_error(monkeypatch, capsys):
     pipe = os.fdopen(write, "w")
     for stream, words in ((pipe, "models"), (pipe, "train --help"), (None, "models"), (None, "train --help")):
         monkeypatch.setattr(sys, "stdout", stream)
-        assert cli.main(words.split()) == 0
+        assert commands.main(words.split()) == 0
     pipe.close()  # as at exit: nothing is left to write
     assert capsys.readouterr().err == ""

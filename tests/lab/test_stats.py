@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from foamlab.stats import equivalence, mean, paired, reach, t_cdf, t_quantile, verdict
+from foamlab.runs.stats import equivalence, mean, paired, reach, t_cdf, t_quantile, verdict
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,18 @@ import pytest
 import small
 import yaml
 
-from foamlab import ledger, lineup, record, sweep, trial
-from foamlab.cli import main
+from foamlab.cli.commands import main
 from foamlab.config import UserError
-from foamlab.contest import Arm, Outcome, Rule, Trial, beyond, search, wanted
-from foamlab.contestpage import report
-from foamlab.ledger import hopeless
-from foamlab.lineup import grids
-from foamlab.standings import standings, verdicts
-from foamlab.summary import summarize
-from foamlab.train import train
+from foamlab.contest import design, runner, trial
+from foamlab.contest import folder as ledger
+from foamlab.contest.design import grids
+from foamlab.contest.folder import hopeless
+from foamlab.contest.page import report
+from foamlab.contest.results import standings, verdicts
+from foamlab.contest.search import Arm, Outcome, Rule, Trial, beyond, search, wanted
+from foamlab.runs import record
+from foamlab.runs.summary import summarize
+from foamlab.training.run import train
 
 # ---------------------------------------------------------------------------------------------- the search
 
@@ -218,7 +220,7 @@ def config(home, tmp_path):
 
 
 def test_every_optimizer_has_its_own_grid_unless_one_is_given(config):
-    c = lineup.comparison(config, ["foam-paper", "adamw", "sgd"], [0], lr={"adamw": [2e-3, 1e-3, 2e-3]})
+    c = design.comparison(config, ["foam-paper", "adamw", "sgd"], [0], lr={"adamw": [2e-3, 1e-3, 2e-3]})
     grid = {arm.label: arm.tune["lr"] for arm in c.arms}
     assert (
         grid["adamw"] == [1e-3, 2e-3]
@@ -226,10 +228,10 @@ def test_every_optimizer_has_its_own_grid_unless_one_is_given(config):
         and grid["sgd"] == [0.03, 0.1, 0.3, 1]
     )
     assert all(arm.note for arm in c.arms) and c.arms[0].options["level"] == 2
-    assert {tuple(a.tune["lr"]) for a in lineup.comparison(config, ["adamw", "sgd"], [0], lr={"": [1.0]}).arms} == {
+    assert {tuple(a.tune["lr"]) for a in design.comparison(config, ["adamw", "sgd"], [0], lr={"": [1.0]}).arms} == {
         (1.0,)
     }
-    assert lineup.Contest.from_dict(json.loads(json.dumps(c.as_dict()))) == replace(
+    assert design.Contest.from_dict(json.loads(json.dumps(c.as_dict()))) == replace(
         c, config=trial.settings(c.as_dict()["settings"])
     )
 
@@ -253,7 +255,7 @@ def test_what_makes_no_sense_is_refused(config, change, message):
     if "steps" in change:
         config.train.steps = change.pop("steps")
     with pytest.raises(UserError, match=message):
-        lineup.comparison(**{"config": config, "names": ["adamw", "foam"], "seeds": [0], **change})
+        design.comparison(**{"config": config, "names": ["adamw", "foam"], "seeds": [0], **change})
 
 
 @pytest.mark.parametrize(
@@ -269,14 +271,14 @@ def test_what_makes_no_sense_is_refused(config, change, message):
 )
 def test_the_rule_looks_at_an_evaluation_before_the_end(config, steps, every, at, factor, step):
     config.train.steps, config.train.eval_every = steps, every
-    c = lineup.comparison(config, ["adamw", "foam"], [0], hopeless=factor, hopeless_at=at)
+    c = design.comparison(config, ["adamw", "foam"], [0], hopeless=factor, hopeless_at=at)
     assert c.rule.step == step
     assert ("stopped at step" in str(c.rule)) == bool(step)
 
 
 def test_studies_share_the_papers_setting_and_whatever_else_is_the_same(config):
     config.optimizer.lr, config.optimizer.scale = 0.02, 0.5
-    c = lineup.ablation(config, ["residual", "rho", "level", "alpha", "direction"], [0, 1])
+    c = design.ablation(config, ["residual", "rho", "level", "alpha", "direction"], [0, 1])
     assert len({json.dumps([a.optimizer, a.options, a.start]) for a in c.arms}) == len(c.arms)
     rho = {case["value"]: case["arm"] for case in c.studies["rho"]["cases"]}
     assert rho["1.0"] == "foam" and rho["0.0"] == "residual-0.0"
@@ -285,13 +287,13 @@ def test_studies_share_the_papers_setting_and_whatever_else_is_the_same(config):
     # what stands beside a value is run at that value, whatever the scale of the others
     for scale, values in (0.5, 5), (0.12, 6), (None, 5):
         config.optimizer.scale = scale
-        c = lineup.ablation(config, ["alpha"], [0])
+        c = design.ablation(config, ["alpha"], [0])
         at = {arm.label: arm.start["scale"] for arm in c.arms}
         cases = c.studies["alpha"]["cases"]
         assert len(cases) == len({case["arm"] for case in cases}) == values and "foam" in at
         assert all(float(case["value"]) == at[case["arm"]] for case in cases)
     with pytest.raises(UserError, match=r"unknown study 'levl'.*did you mean level"):
-        lineup.ablation(config, ["levl"], [0])
+        design.ablation(config, ["levl"], [0])
 
 
 # ---------------------------------------------------------------------------------------------- whole contests
@@ -327,19 +329,19 @@ def here(monkeypatch):
             log.write_text(str(e))
             return Done(2)
 
-    monkeypatch.setattr(sweep.Hall, "spawn", spawn)
-    monkeypatch.setattr(sweep, "POLL", 0)
+    monkeypatch.setattr(runner.Hall, "spawn", spawn)
+    monkeypatch.setattr(runner, "POLL", 0)
     return ran
 
 
 def small_contest(config, names=("foam-paper", "adamw"), **changes):
     rates = {"lr": {"": [1e-3, 1e-2]}, "scale": {"foam-paper": [0.5]}}
-    return lineup.comparison(config, names, [0, 1], **{**rates, **changes})
+    return design.comparison(config, names, [0, 1], **{**rates, **changes})
 
 
 def test_a_contest_from_beginning_to_end(config, tmp_path, here):
     folder, events = tmp_path / "contest", []
-    end = sweep.start(small_contest(config, hopeless=1.001), folder, 1, events.append)
+    end = runner.start(small_contest(config, hopeless=1.001), folder, 1, events.append)
     kept = json.loads((folder / "contest.json").read_text())
     assert kept == json.loads(json.dumps(end)) and kept["status"] == "done"
     assert len(here) == len(set(here))
@@ -368,21 +370,21 @@ def test_a_contest_from_beginning_to_end(config, tmp_path, here):
     # another text is another contest
     (folder / "contest.json").write_text(json.dumps({**kept, "data": "another"}))
     with pytest.raises(UserError, match=r"has other text than when .* was begun"):
-        sweep.resume(folder)
+        runner.resume(folder)
     (folder / "contest.json").write_text(json.dumps(kept))
     # nothing is left behind, and nothing is run again
     assert not list(folder.glob("*/*/checkpoints")) and not list(folder.glob("*/*.err"))
     assert {e["kind"] for e in events} == {"prepare", "launch", "ended", "state"}
     before = small.tree(folder)
     del here[:]
-    assert sweep.resume(folder)["results"] == kept["results"] and not here
+    assert runner.resume(folder)["results"] == kept["results"] and not here
     changed = {name for name, content in small.tree(folder).items() if before.get(name) != content}
     assert changed <= {"contest.json"}
 
 
 def test_an_interrupted_contest_ends_as_one_that_was_not(config, tmp_path, here, monkeypatch):
-    whole = sweep.start(small_contest(config), tmp_path / "whole", 1)
-    spawn, interrupted = sweep.Hall.spawn, []
+    whole = runner.start(small_contest(config), tmp_path / "whole", 1)
+    spawn, interrupted = runner.Hall.spawn, []
 
     def stop_the_third(self, orders, slot, log):
         if len(here) % 10 != 2 or interrupted:
@@ -397,13 +399,13 @@ def test_an_interrupted_contest_ends_as_one_that_was_not(config, tmp_path, here,
         train(trial.settings(orders["config"]), on_event=stop)
         return Done(130)
 
-    monkeypatch.setattr(sweep.Hall, "spawn", stop_the_third)
+    monkeypatch.setattr(runner.Hall, "spawn", stop_the_third)
     del here[:]
-    part = sweep.start(small_contest(config), tmp_path / "part", 1)
+    part = runner.start(small_contest(config), tmp_path / "part", 1)
     assert part["status"] == "interrupted" and list(interrupted[0].glob("checkpoints/*"))
     assert len(list((tmp_path / "part").glob("*/*/run.json"))) == 3
     del here[:]
-    end = sweep.resume(tmp_path / "part")
+    end = runner.resume(tmp_path / "part")
     assert end["status"] == "done" and len(here) == len(whole["runs"]) - 2
     assert json.loads((interrupted[0] / "run.json").read_text())["resumed"][0]["step"] == 4
     for a, b in zip(whole["results"], end["results"]):
@@ -428,7 +430,7 @@ def test_ctrl_c_lets_the_runs_save(config, tmp_path, monkeypatch):
         def wait(self, timeout=None):
             assert timeout is None and self.returncode == 130
 
-    monkeypatch.setattr(sweep.Hall, "spawn", lambda *a: Endless())
+    monkeypatch.setattr(runner.Hall, "spawn", lambda *a: Endless())
     events = []
 
     def press(event):
@@ -436,7 +438,7 @@ def test_ctrl_c_lets_the_runs_save(config, tmp_path, monkeypatch):
         if event["kind"] == "state":
             signal.raise_signal(signal.SIGINT)
 
-    end = sweep.start(small_contest(config), tmp_path / "c", 2, press)
+    end = runner.start(small_contest(config), tmp_path / "c", 2, press)
     assert end["status"] == "interrupted" and log == ["terminated"] * 2
     assert len([e for e in events if e["kind"] == "launch"]) == 2
 
@@ -446,48 +448,48 @@ def test_a_run_that_cannot_be_resumed_begins_anew(config, tmp_path, here):
     c = small_contest(config, hopeless=0)
     object.__setattr__(c, "arms", [replace(a, optimizer="galore", options={}) for a in c.arms[:1]])
     pytest.importorskip("pytorch_optimizer")
-    sweep.start(c, folder)
+    runner.start(c, folder)
     info = json.loads((folder / here[0] / "run.json").read_text())
     (folder / here[0] / "run.json").write_text(json.dumps({**info, "status": "running"}))
     (folder / here[0] / "checkpoints" / "step-00000006").mkdir(parents=True)
     first = here[0]
     del here[:]
-    assert sweep.resume(folder)["status"] == "done" and here == [first]
+    assert runner.resume(folder)["status"] == "done" and here == [first]
     assert "resumed" not in json.loads((folder / first / "run.json").read_text())
 
 
 def test_a_contest_killed_at_its_beginning_can_begin_again(config, tmp_path, here, monkeypatch):
-    write, folder = sweep.write, tmp_path / "c"
-    monkeypatch.setattr(sweep, "write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    write, folder = runner.write, tmp_path / "c"
+    monkeypatch.setattr(runner, "write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        sweep.start(small_contest(config), folder)
-    monkeypatch.setattr(sweep, "write", write)
+        runner.start(small_contest(config), folder)
+    monkeypatch.setattr(runner, "write", write)
     (folder / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="exists already"):
-        sweep.start(small_contest(config), folder)
+        runner.start(small_contest(config), folder)
     assert (folder / "notes.txt").read_text() == "mine"
     (folder / "notes.txt").unlink()
-    assert sweep.start(small_contest(config), folder)["status"] == "done"
+    assert runner.start(small_contest(config), folder)["status"] == "done"
 
 
 def test_a_failure_is_told_and_the_contest_can_go_on(config, tmp_path, here, monkeypatch):
-    spawn = sweep.Hall.spawn
+    spawn = runner.Hall.spawn
 
     def full(self, orders, slot, log):
         log.write_text("some warning\nno room on the disk")
         return Done(2)
 
-    monkeypatch.setattr(sweep.Hall, "spawn", full)
+    monkeypatch.setattr(runner.Hall, "spawn", full)
     with pytest.raises(UserError, match=r"adamw/.* failed: no room on the disk;.*--resume"):
-        sweep.start(small_contest(config), tmp_path / "c")
+        runner.start(small_contest(config), tmp_path / "c")
     assert ledger.read(tmp_path / "c")["status"] == "interrupted"
-    monkeypatch.setattr(sweep.Hall, "spawn", spawn)
-    assert sweep.resume(tmp_path / "c")["status"] == "done"
+    monkeypatch.setattr(runner.Hall, "spawn", spawn)
+    assert runner.resume(tmp_path / "c")["status"] == "done"
 
 
 def test_a_diverged_run_is_a_result(config, tmp_path, here):
     config.train.patience, config.train.clip = 1, 0.0
-    end = sweep.start(
+    end = runner.start(
         small_contest(config, lr={"foam-paper": [1e-2], "adamw": [1e-2, 1e30]}, hopeless=0), tmp_path / "c"
     )
     lost = [r for r in end["runs"] if r["status"] == "diverged"]
@@ -499,7 +501,7 @@ def test_a_diverged_run_is_a_result(config, tmp_path, here):
 
 def test_the_command(config, tmp_path, here, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    from foamlab.loop import plain
+    from foamlab.training.loop import plain
 
     settings = plain(config)
     settings.pop("out")
@@ -536,7 +538,7 @@ def test_seeds_that_are_none(seeds, capsys):
 
 def test_a_damaged_run_is_run_again_or_told(config, tmp_path, here):
     folder = tmp_path / "c"
-    end = sweep.start(small_contest(config, lr={"": [1e-3]}, hopeless=0), folder)
+    end = runner.start(small_contest(config, lr={"": [1e-3]}, hopeless=0), folder)
     torn, broken = (folder / name for name in end["results"][0]["folders"])
     lines = (torn / "metrics.jsonl").read_text().splitlines(keepends=True)
     assert '"eval"' in lines[-1]
@@ -544,10 +546,10 @@ def test_a_damaged_run_is_run_again_or_told(config, tmp_path, here):
     assert ledger.outcome(torn).status == "failed"
     (broken / "run.json").write_text("{")
     with pytest.raises(UserError, match=r"is damaged .*remove it, and --resume runs it again"):
-        sweep.resume(folder)
+        runner.resume(folder)
     shutil.rmtree(broken)
     del here[:]
-    assert sweep.resume(folder)["results"][0]["loss"] == end["results"][0]["loss"]
+    assert runner.resume(folder)["results"][0]["loss"] == end["results"][0]["loss"]
     assert sorted(here) == sorted(f"{p.parent.name}/{p.name}" for p in (torn, broken))
 
 
@@ -560,13 +562,13 @@ def test_a_text_that_changes_under_a_contest_is_found_by_the_next_run(home, conf
             (tmp_path / "text" / "new.txt").write_text("more foam")
 
     with pytest.raises(UserError, match="has changed since the contest was begun"):
-        sweep.start(small_contest(config, lr={"": [1e-3]}), tmp_path / "c", 1, change)
+        runner.start(small_contest(config, lr={"": [1e-3]}), tmp_path / "c", 1, change)
     assert len(here) == 2
 
 
 def test_a_run_that_a_killed_contest_left_writing_is_waited_for(config, tmp_path, here):
     folder = tmp_path / "c"
-    end = sweep.start(small_contest(config, lr={"": [1e-3]}), folder)
+    end = runner.start(small_contest(config, lr={"": [1e-3]}), folder)
     late = folder / end["results"][0]["folders"][0]
     info = (late / "run.json").read_text()
     (late / "run.json").write_text(json.dumps({**json.loads(info), "status": "running"}))
@@ -578,7 +580,7 @@ def test_a_run_that_a_killed_contest_left_writing_is_waited_for(config, tmp_path
 
     del here[:]
     threading.Timer(0.5, finish).start()
-    assert sweep.resume(folder)["status"] == "done" and not here
+    assert runner.resume(folder)["status"] == "done" and not here
 
 
 def test_a_second_ctrl_c_leaves_no_process_behind(config, tmp_path, monkeypatch):
@@ -607,17 +609,17 @@ def test_a_second_ctrl_c_leaves_no_process_behind(config, tmp_path, monkeypatch)
         left.append(Slow())
         return left[-1]
 
-    monkeypatch.setattr(sweep.Hall, "spawn", spawn)
+    monkeypatch.setattr(runner.Hall, "spawn", spawn)
     press = lambda event: signal.raise_signal(signal.SIGINT) if event["kind"] == "state" else None  # noqa: E731
     with pytest.raises(KeyboardInterrupt):
-        sweep.start(small_contest(config), tmp_path / "c", 2, press)
+        runner.start(small_contest(config), tmp_path / "c", 2, press)
     assert len(left) == 2 and all(process.returncode == -9 for process in left)
 
 
 @pytest.mark.heavy
 def test_a_killed_contest_goes_on(config, home, tmp_path):
     """In real processes: kill -9 in the middle; what had finished is not repeated, all else is done."""
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump({k: v for k, v in sweep.plain(config).items() if k != "out"}))
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({k: v for k, v in runner.plain(config).items() if k != "out"}))
     words = [sys.executable, "-m", "foamlab", "compare"]
     flags = ["--optimizers", "foam,adamw", "--lr", "1e-2,1e-3", "--seeds", "0", "--jobs", "2", "--out", "c"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -742,7 +744,7 @@ def test_an_arm_that_lost_a_seed_is_not_said_to_beat():
 
 def test_a_lost_seed_and_other_betas_are_told(config, tmp_path, here):
     folder = tmp_path / "c"
-    end = sweep.start(small_contest(config, names=["foam-paper", "muon"], lr={"": [1e-3]}, hopeless=0), folder)
+    end = runner.start(small_contest(config, names=["foam-paper", "muon"], lr={"": [1e-3]}, hopeless=0), folder)
     assert any("(0.9, 0.999)" in x.replace("[", "(").replace("]", ")") and "betas" in x for x in end["cautions"])
     gone = folder / "muon" / next(r for r in end["results"] if r["arm"] == "muon")["folders"][1].split("/")[1]
     info = json.loads((gone / "run.json").read_text())
@@ -819,7 +821,7 @@ def test_a_hostile_contest_is_refused_before_anything_is_made(config, tmp_path, 
     ledger.read(folder)
     (folder / "contest.json").write_text(json.dumps(kept(config, HOSTILE[case])))
     before = small.tree(tmp_path)
-    for use in (sweep.resume, lambda folder: report([folder], tmp_path / "r", static=["svg"])):
+    for use in (runner.resume, lambda folder: report([folder], tmp_path / "r", static=["svg"])):
         with pytest.raises(UserError, match=r"contest.json was not written by foamlab, or is damaged") as e:
             use(folder)
         assert "\n" not in str(e.value) and len(str(e.value)) < 400
@@ -840,21 +842,21 @@ def test_a_contest_over_what_there_is_not_is_refused_before_anything_is_made(con
     (tmp_path / "c" / "contest.json").write_text(json.dumps(kept(config, change)))
     before = small.tree(tmp_path)
     with pytest.raises(UserError, match=message):
-        sweep.resume(tmp_path / "c")
+        runner.resume(tmp_path / "c")
     assert small.tree(tmp_path) == before
 
 
 def test_a_contest_keeps_its_margin_and_an_old_one_has_the_default(config, tmp_path, here):
     folder = tmp_path / "c"
-    wide = sweep.start(small_contest(config, lr={"": [1e-3]}, hopeless=0, margin=50.0), folder)
+    wide = runner.start(small_contest(config, lr={"": [1e-3]}, hopeless=0, margin=50.0), folder)
     assert wide["margin"] == 50 and "50 nat (mean" in wide["verdicts"][0] and "is within 50 nat" in wide["cautions"][1]
     old = {key: value for key, value in wide.items() if key != "margin"}
     (folder / "contest.json").write_text(json.dumps(old))
-    assert "is within 0.01 nat" in sweep.resume(folder)["cautions"][1]
+    assert "is within 0.01 nat" in runner.resume(folder)["cautions"][1]
     none = standings(folder, {**old, "margin": 0})
     assert "nat" not in none["verdicts"][0] and "the margin is 0" in none["cautions"][1]
     with pytest.raises(UserError, match="another --margin: beside --resume give its flags all as they were, or none"):
-        sweep.go_on(config, folder, asked=small_contest(config, lr={"": [1e-3]}, hopeless=0, margin=0.02))
+        runner.go_on(config, folder, asked=small_contest(config, lr={"": [1e-3]}, hopeless=0, margin=0.02))
 
 
 @pytest.mark.parametrize("margin", [-1.0, math.nan, math.inf])
@@ -862,7 +864,7 @@ def test_what_is_no_margin(config, margin):
     with pytest.raises(UserError, match="--margin is a difference of losses in nat, or 0"):
         small_contest(config, margin=margin)
     with pytest.raises(UserError, match="--margin is"):
-        lineup.ablation(config, ["residual"], [0], margin=margin)
+        design.ablation(config, ["residual"], [0], margin=margin)
 
 
 def test_a_contest_does_not_go_on_with_another_version_s_defaults(config, tmp_path):
@@ -873,4 +875,4 @@ def test_a_contest_does_not_go_on_with_another_version_s_defaults(config, tmp_pa
     (folder / "foam-paper" / "lr0.001-scale0.5-seed0" / "run.json").write_text(json.dumps(info))
     ledger.write(folder, {**made.as_dict(), "status": "interrupted", "command": "", "started": ""})
     with pytest.raises(UserError, match=r"made by torchfoam 0\.0\.1, this is .*start a new contest"):
-        sweep.resume(folder)
+        runner.resume(folder)

@@ -14,12 +14,13 @@ import transformers
 from test_train import child
 from torch import Tensor, nn
 
-from foamlab import checkpoint, loop, simulate
 from foamlab.config import ModelConfig, UserError
-from foamlab.models import FAMILIES, MODELS, build
-from foamlab.objective import loss_fn
-from foamlab.thrift import check_head
-from foamlab.train import train
+from foamlab.memory import simulate
+from foamlab.models.language import loss_fn
+from foamlab.models.presets import FAMILIES, MODELS, build
+from foamlab.models.thrift import check_head
+from foamlab.training import checkpoint, loop
+from foamlab.training.run import train
 from tolerances import exact
 
 TINY = {"llama": "llama-1m", "qwen": "qwen-10m", "gpt2": "gpt2-10m"}

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foamlab.config import DataConfig, UserError
-from foamlab.data import Corpus, prepare
-from foamlab.tokenizer import Tokenizer, identify, make, settle, vocabulary
+from foamlab.data.corpus import Corpus, prepare
+from foamlab.data.tokenizer import Tokenizer, identify, make, settle, vocabulary
 
 TEXTS = ['Plain.\nTwo lines, a "quote"; and, a comma.', "été 数 🙂\ttab"]
 

@@ -18,13 +18,14 @@ import small
 import torch
 import yaml
 
-from foamlab import checkpoint, data, loop, machine, models, optimizers
-from foamlab import cli as commands
-from foamlab.arguments import parse
+from foamlab import data, machine, models, optimizers
+from foamlab.cli import commands
+from foamlab.cli.arguments import parse
 from foamlab.config import RULE_OF_OLD, TrainConfig, UserError
-from foamlab.loop import plain
-from foamlab.objective import loss_fn, schedule
-from foamlab.train import train
+from foamlab.models.language import loss_fn, schedule
+from foamlab.training import checkpoint, loop
+from foamlab.training.loop import plain
+from foamlab.training.run import train
 from tolerances import exact, rounding
 from torchfoam import PAPER
 
@@ -236,7 +237,7 @@ def child(home: Path, out: Path, body: str, *before: str, **environment: str) ->
     """A process of its own that runs `body` with `config`, `train` and the modules at hand."""
     script = (
         "import os, signal, sys, torch\nfrom pathlib import Path\nimport small\n"
-        "from foamlab import checkpoint, loop\nfrom foamlab.train import train\n"
+        "from foamlab.training import checkpoint, loop\nfrom foamlab.training.run import train\n"
         f"home, out = Path({str(home)!r}), Path({str(out)!r})\n" + body
     )
     file = out.with_suffix(".py")
@@ -685,7 +686,7 @@ def test_a_run_of_old_keeps_its_rule_also_from_python(home: Path, tmp_path: Path
 
 def test_what_cannot_fit_reads_no_text(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "prepare", lambda *args: pytest.fail("the text was read"))
-    monkeypatch.setattr("foamlab.fit.available", lambda device: 10_000)
+    monkeypatch.setattr("foamlab.memory.advise.available", lambda device: 10_000)
     for tokenizer in ("bytes", "bpe:4096"):
         with pytest.raises(UserError, match="this run needs about"):
             train(small.config(home, tmp_path / "run", tokenizer=tokenizer))

@@ -1,0 +1,1 @@
+"""Contests between optimizers: designed, run, kept on disk, judged."""

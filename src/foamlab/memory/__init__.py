@@ -1,0 +1,1 @@
+"""The memory a run needs, before it is run, and what fits a GPU."""

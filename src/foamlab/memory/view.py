@@ -1,0 +1,182 @@
+"""The planner's answers as people read them: text for a terminal, a page, a picture, settings to train with."""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from ..config import UserError
+from ..report import charts as plots
+from ..report import matplotlib_charts, plotly_charts
+from ..runs.record import write_atomically
+from .gpus import gb
+
+if TYPE_CHECKING:
+    from .advise import Fit
+    from .planner import Plan
+
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+# components in the order they are shown, and what is said about them
+PARTS = {
+    "weights": "exact",
+    "gradients": "exact",
+    "state": "exact",
+    "activations": "kept for the backward pass",
+    "logits": "all that has a column for every token",
+    "temporaries": "alive for a while",
+    "buffers": "exact",
+    "buckets": "of DistributedDataParallel",
+    "slack": "of the CUDA allocator: assumed",
+    "context": "CUDA and its libraries: assumed",
+}
+
+
+def text(fit: Fit, color: bool = False, width: int = 110) -> str:
+    """Everything `foamlab plan` has to say."""
+    from rich.console import Console
+    from rich.table import Table
+
+    stream = StringIO()
+    console = Console(file=stream, force_terminal=color, no_color=not color, width=width, highlight=False)
+    console.print(f"[bold]{headline(fit.asked)}[/bold]")
+    console.print(components(fit.asked))
+    for line in answers(fit):
+        console.print(line)
+    table = Table(title="the same run under each optimizer, at its defaults", title_justify="left", box=None)
+    for name in ("optimizer", "state", "fullest moment", ""):
+        table.add_column(name, justify="right" if name in ("state", "fullest moment") else "left")
+    for row in fit.rivals:
+        verdict = "" if fit.asked.capacity is None else "fits" if row["fits"] else "does not fit"
+        state = row["options"].get("state")
+        table.add_row(row["name"] + (f", {state} state" if state else ""), gb(row["state"]), gb(row["total"]), verdict)
+    console.print(table)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+
+
+def headline(plan: Plan) -> str:
+    """What was planned, in one line."""
+    c = plan.config
+    options = "".join(f" {key}={value}" for key, value in c.optimizer.options.items())
+    rows = f"{c.train.batch} x {c.data.sequence} tokens a step, {c.train.micro_batch} rows a pass"
+    extra = ", checkpointing" if c.model.checkpointing else ""
+    lora = f", {plan.trainable:,} of them trainable" if plan.trainable < plan.parameters else ""
+    return (
+        f"{c.model.name or 'model'}: {plan.parameters:,} parameters{lora}, vocabulary {plan.vocabulary:,}; "
+        f"{c.optimizer.name}{options}; {rows}; {c.train.precision}{extra}; {plan.device}"
+    )
+
+
+def components(plan: Plan) -> Any:
+    """A rich table with a bar for each component."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("component")
+    table.add_column("in all", justify="right")
+    table.add_column("at the fullest moment", justify="right")
+    table.add_column("")
+    table.add_column("")
+    for name, remark in PARTS.items():
+        if name not in plan.peak:
+            continue
+        size, whole = plan.peak[name], plan.exact.get(name)
+        bar = "█" * round(30 * size / max(plan.total, 1))
+        table.add_row(name, gb(whole) if whole is not None else "", gb(size), bar, f"[dim]{remark}[/dim]")
+    verdict = "" if plan.capacity is None else f"of {gb(plan.capacity)}: {'fits' if plan.fits else 'does not fit'}"
+    table.add_row("[bold]total[/bold]", "", f"[bold]{gb(plan.total)}[/bold]", verdict, f"[dim]{plan.where}[/dim]")
+    return table
+
+
+def answers(fit: Fit) -> list[str]:
+    """What fits, in sentences."""
+    lines = []
+    asked, mildest = fit.asked, fit.mildest
+    if asked.capacity is not None:
+        if mildest and fit.changes:
+            lines.append(f"Fits with {' '.join(fit.changes)}: {gb(mildest.total)} of {gb(asked.capacity)}.")
+        elif not mildest:
+            lines.append(f"{fit.why[0].upper()}{fit.why[1:]}.")
+    if mildest and fit.rows:
+        c = mildest.config
+        most = f"{fit.rows} rows of {c.data.sequence} tokens a pass"
+        lines.append(f"Room, with these settings: up to {most}; or one row of up to {fit.sequence:,} tokens.")
+    if fit.sharded and asked.device == "cuda":
+        sizes = ", ".join(f"{gb(size)} on each of {n}" for n, size in fit.sharded.items())
+        lines.append(f"Sharded by FSDP2 as set (modelled; cannot be trained so yet): {sizes}.")
+    return lines
+
+
+def bars(fit: Fit) -> list[plots.Bars]:
+    """The charts: the run's components, and the run under each optimizer."""
+    scale = 1e9 if fit.asked.total >= 1e9 else 1e6
+    unit = "GB" if scale == 1e9 else "MB"
+    shown = {"as set": fit.asked.peak}
+    if fit.mildest and fit.changes:
+        shown["mildest that fits"] = fit.mildest.peak
+    others = {row["name"]: row["peak"] for row in fit.rivals}
+
+    def chart(name: str, title: str, peaks: dict[str, dict[str, int]]) -> plots.Bars:
+        parts = {part: [peak.get(part, 0) / scale for peak in peaks.values()] for part in PARTS}
+        parts = {part: sizes for part, sizes in parts.items() if any(sizes)}
+        return plots.Bars(name, title, f"{unit} at the fullest moment of a step", list(peaks), parts)
+
+    return [
+        chart("plan", "What the run needs", shown),
+        chart("optimizers", "The same run under each optimizer, at its defaults", others),
+    ]
+
+
+def page(fit: Fit) -> str:
+    """A self-contained page that asks the network for nothing."""
+    from plotly.offline import get_plotlyjs
+
+    charts = bars(fit)
+    drawings = json.dumps({c.name: plotly_charts.plotly(c) for c in charts}, allow_nan=False).replace("<", "\\u003c")
+    capacity = f"<p>Memory there is: {gb(fit.asked.capacity)}.</p>" if fit.asked.capacity else ""
+    said = "".join(f"<p>{escape(line)}</p>" for line in answers(fit))
+    drawn = "".join(f'<h2>{escape(c.title)}</h2><div id="{c.name}"></div>' for c in charts)
+    library = get_plotlyjs().replace("</script", "<\\/script")
+    return f"""<!doctype html><html lang="en"><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<title>Memory plan</title>
+<style>body{{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}}
+pre{{overflow-x:auto;background:#f4f4f4;padding:1rem}}</style>
+<h1>Memory plan</h1><p>{escape(headline(fit.asked))}</p>{capacity}{said}{drawn}
+<h2>In numbers</h2><pre>{escape(text(fit))}</pre>
+<script>{library}</script><script>
+for (const [id, f] of Object.entries({drawings})) Plotly.newPlot(id, f.data, f.layout, {{responsive: true}});
+</script></html>
+"""
+
+
+def save(fit: Fit, path: Path, settings: dict[str, Any]) -> None:
+    """Write the answer; the suffix chooses: .html, .json, .yaml (settings that fit), .png, .svg, .pdf.
+
+    Raises:
+        UserError: another suffix; settings asked for where nothing fits; a path that cannot be written.
+    """
+    suffix = path.suffix.lower()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if suffix == ".html":
+            write_atomically(path, page(fit))
+        elif suffix == ".json":
+            write_atomically(path, json.dumps(fit.as_dict(), indent=1))
+        elif suffix in (".yaml", ".yml"):
+            if fit.mildest is None:
+                raise UserError(fit.why)
+            write_atomically(path, yaml.safe_dump(settings, sort_keys=False))
+        elif suffix in (".png", ".svg", ".pdf"):
+            for chart in bars(fit):
+                matplotlib_charts.save(
+                    chart, path if chart.name == "plan" else path.with_stem(f"{path.stem}-{chart.name}")
+                )
+        else:
+            raise UserError(f"cannot write a plan to {path}: use .html, .json, .yaml, .png, .svg or .pdf")
+    except OSError as e:
+        raise UserError(f"cannot write {path}: {e.strerror}") from None

@@ -1,0 +1,1 @@
+"""Run folders: written while a run goes, read and summarised without torch."""

@@ -1,0 +1,378 @@
+"""The loop itself: steps, evaluations, checkpoints and records of one run, up to its end.
+
+Everything random is a pure function of (seed, step): initial weights, batch order, schedule, and the generators, which
+are seeded anew in each step. So a checkpoint needs no random state, and a resumed run ends with the bits of one that
+was never stopped (on CPUs; some of torch's CUDA kernels are not repeatable). Nothing is printed here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import shlex
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import get_total_norm
+
+from .. import data, machine, optimizers
+from ..config import RunConfig, UserError, plain
+from ..models import thrift
+from ..models.language import loss_fn, perplexity, sample, schedule
+from ..runs import record
+from ..runs.record import Result
+from . import checkpoint, restoring
+
+OnEvent = Callable[[dict[str, Any]], None]
+
+# a run's place, as a checkpoint keeps it beside weights and optimizer
+PLACE = ("step", "tokens", "seconds", "skipped", "in_row", "loss")
+# what of an optimizer's groups follows the settings on resume, not the saved state
+TUNABLE = ("lr", "betas", "momentum", "eps", "weight_decay", "scale")
+
+# no exchange of buffers in every forward pass: newer torch warns of the old name
+_names = inspect.signature(DistributedDataParallel).parameters
+UNSYNCED: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in _names else "broadcast_buffers": False}
+
+
+class Batch(NamedTuple):
+    """This process' share of a batch: (input ids, labels) of each micro-batch, and the tokens of all shares."""
+
+    pieces: list[tuple[Tensor, Tensor]]
+    tokens: Tensor
+
+
+class Training:
+    """A run in progress: model, optimizer, place in the data, record. `train` makes one and lets it `go`."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        world: machine.World,
+        corpus: Any,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        emit: OnEvent,
+    ) -> None:
+        self.config, self.world, self.corpus, self.emit = config, world, corpus, emit
+        self.model, self.optimizer = model, optimizer
+        self.release = thrift.release(config.train, optimizer, world.size)
+        self.parallel = DistributedDataParallel(model, **UNSYNCED) if world.size > 1 else model
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.base = [float(group["lr"]) for group in optimizer.param_groups]
+        self.step = self.tokens = self.skipped = self.in_row = 0
+        self.seconds = 0.0
+        self.good = (0, 0, 0.0, 0)  # step, tokens, seconds, skipped after the last step that was not skipped
+        self.source: Path | None = None  # the checkpoint it goes on from
+        self.kept: int | None = None  # step of the newest checkpoint
+        self.loss: float | None = None  # of the newest evaluation
+        self.recorder: record.Recorder | None = None
+        self.memory: machine.Memory | None = None  # from the first step on
+
+    # ------------------------------------------------------------------ beginning
+
+    def restore(self, source: Path, saved: dict[str, Any]) -> None:
+        """Become the run that wrote the checkpoint `source`."""
+        if saved["optimizer"] is None:
+            raise UserError(f"{source} cannot be resumed: {saved['remark']}")
+        if saved["step"] > self.config.train.steps:
+            raise UserError(f"{source} is past train.steps {self.config.train.steps}: give at least {saved['step']}")
+        restoring.check_state(saved["optimizer"], self.optimizer, source / checkpoint.TRAINING)
+        checkpoint.load_weights(source, self.model)
+        own = [{k: g[k] for k in TUNABLE if k in g} for g in self.optimizer.param_groups]
+        try:
+            self.optimizer.load_state_dict(saved["optimizer"])
+        except Exception as e:  # optimizers fail in any way on a state that they did not save
+            raise UserError(f"{source} does not fit optimizer {self.config.optimizer.name}: {e!r}") from e
+        for group, settings in zip(self.optimizer.param_groups, own):
+            group.update(settings)
+        for name in PLACE:
+            setattr(self, name, saved[name])
+        self.kept, self.source = self.step, source
+        self.good = (self.step, self.tokens, self.seconds, self.skipped)
+
+    def open(self, folder: Path, make: Callable[[], Path]) -> None:
+        """Begin the record in the folder that `make` gives; that of a resumed run is first cut back to its checkpoint.
+
+        Raises UserError before anything is written if checkpoints would not fit.
+        """
+        t = self.config.train
+        if self.world.rank == 0:
+            size, left = self.bytes(), t.steps - self.step
+            saves = (left > 0) + (left // t.checkpoint_every if t.checkpoint_every else 0)
+            need = size["weights"] + (size["state"] or 2 * size["weights"])  # most make their state in the first step
+            have = len(checkpoint.found(folder)) if self.source else 0
+            checkpoint.check_room(folder, need * max(min(t.keep + 1, saves + have) - have, saves > 0))
+            folder, resume = make(), self.step if self.source else None
+            self.recorder = record.Recorder(folder, resume=resume, tensorboard=t.tensorboard)
+            if self.source:
+                checkpoint.set_aside(self.source)
+            self.describe(self.recorder)
+        self.folder = self.world.share(folder)
+
+    def describe(self, recorder: record.Recorder) -> None:
+        """Write `config.yaml` and the first `run.json`, and tell of the start."""
+        c, device = self.config, self.world.device
+        recorder.settings(yaml.safe_dump(plain(c), sort_keys=False))
+        hardware: dict[str, Any] = {"device": str(device), "processes": self.world.size}
+        if device.type == "cuda":
+            hardware["gpu"] = torch.cuda.get_device_name(device)
+        about = {
+            "model": {"name": c.model.name, "parameters": sum(p.numel() for p in self.model.parameters())},
+            "optimizer": plain(c)["optimizer"],
+            "bytes": self.bytes(),
+            "data": self.corpus.key,
+            "corpus": self.corpus.describe(),
+        }
+        recorder.describe(status="running", **record.circumstances(recorder.info, self.step, hardware), **about)
+        place: dict[str, Any] = {"folder": str(recorder.folder), "step": self.step, "steps": c.train.steps}
+        rate = {"tokens_per_step": c.train.batch * c.data.sequence, "hardware": recorder.info["hardware"]}
+        self.emit({"kind": "start", **place, **rate, **about})
+
+    # ------------------------------------------------------------------ the loop
+
+    def go(self, asked: Callable[[], bool]) -> Result:
+        """Take the remaining steps, until `asked` to stop, and close the record however that ends."""
+        status = "failed"
+        again = shlex.join(["foamlab", "train", "--resume", str(self.folder)])
+        fields: dict[str, Any] = {}
+        try:
+            self.memory = machine.Memory(self.world.device)
+            finished = self.loop(asked)
+            result = self.result(finished)
+            status, fields = result.status, {"result": result.summary(), "bytes": result.bytes}
+            fields["resume"] = "" if finished else again
+        except KeyboardInterrupt:
+            status, fields = "interrupted", {"resume": again if self.kept else ""}
+            raise
+        except Exception as e:
+            fields = {"error": str(e)}
+            raise
+        finally:
+            if self.recorder:
+                self.recorder.close(status, **fields)
+        place = {"folder": str(self.folder), "sample": result.sample}
+        self.emit({"kind": "end", "status": status, **place, **fields})
+        return result
+
+    def loop(self, asked: Callable[[], bool]) -> bool:
+        """Steps, evaluations and checkpoints to the last step (True), or until asked to stop (False)."""
+        t, stop, first = self.config.train, False, self.step + 1
+        if t.steps == 0:
+            self.evaluate()
+        batch = self.fetch(self.step)
+        while batch and not stop:
+            batch, stop = self.advance(batch, asked)
+            if self.step == first:
+                self.measured()
+            last = self.step == t.steps
+            if last or (t.eval_every and self.step % t.eval_every == 0):
+                self.evaluate()
+            if last or stop or (t.checkpoint_every and self.step % t.checkpoint_every == 0):
+                self.save()
+        return self.step >= t.steps
+
+    def advance(self, batch: Batch, asked: Callable[[], bool]) -> tuple[Batch | None, bool]:
+        """Take one step, or skip it on all processes alike; returns the next batch, and whether to stop."""
+        t, begin = self.config.train, time.perf_counter()
+        self.seed(self.step)
+        factor = schedule(self.step, t)
+        self.rate(factor)  # with gradient release, weights move in the backward pass
+        mine = self.backward(batch)
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = self.release.grad_norm() if self.release else get_total_norm(gradients)
+        facts = torch.stack([mine, (~norm.isfinite()).double(), torch.full_like(mine, float(asked()))])
+        # the host prepares the next batch while the device still works on this one
+        following = self.fetch(self.step + 1)
+        # the only wait of a step: whether it may be taken must be known first, and alike on all processes
+        facts = torch.cat([self.world.sum(facts), torch.stack([norm.double(), batch.tokens])])
+        loss, bad, stop, size, tokens = facts.tolist()
+        loss /= max(tokens, 1)
+        why = f"the loss is {loss}" if not math.isfinite(loss) else "the gradient is not finite" if bad else ""
+        if not why:
+            thrift.clip(t, self.parameters, norm, size)
+            if t.residual_every and (self.step + 1) % t.residual_every == 0:
+                values = self.optimizer.residual_ratio()  # type: ignore[attr-defined]
+                self.log("residual", {"step": self.step + 1, "values": values})
+        if not why or self.release:  # which has stepped already, and only waits to be told that the step is over
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        took = time.perf_counter() - begin
+        self.step, self.tokens, self.seconds = self.step + 1, self.tokens + int(tokens), self.seconds + took
+        if why:
+            self.skip(why)
+        else:
+            self.in_row, self.good = 0, (self.step, self.tokens, self.seconds, self.skipped)
+            line = {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 4), "loss": loss}
+            line |= {"lr": factor * (self.config.optimizer.lr or 0.0), "grad_norm": size}
+            self.log("train", {**line, "tokens_per_second": round(tokens / took, 1)})
+        return following, stop > 0
+
+    def backward(self, batch: Batch) -> Tensor:
+        """Gradients of the mean loss over all processes' tokens; returns the loss summed over this one's (float64)."""
+        total = batch.tokens.new_zeros(())
+        scale = self.world.size / batch.tokens.clamp(min=1)  # DistributedDataParallel takes the mean over processes
+        for k, (ids, labels) in enumerate(batch.pieces, 1):
+            alone = isinstance(self.parallel, DistributedDataParallel) and k < len(batch.pieces)
+            with self.parallel.no_sync() if alone else nullcontext():  # type: ignore[operator]
+                loss = self.loss_of(self.parallel, ids, labels)
+                if not self.release or loss.isfinite():  # what is not finite must not reach the weights
+                    (loss * scale).backward()
+            total += loss.detach()
+        return total
+
+    def loss_of(self, model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+        mixed = self.config.train.precision == "mixed"
+        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=mixed):
+            return loss_fn(model, ids, labels, self.config.train.chunked_loss)
+
+    def rate(self, factor: float) -> None:
+        """Set each group's learning rate to `factor` of its own."""
+        for group, lr in zip(self.optimizer.param_groups, self.base):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr * factor)
+            else:
+                group["lr"] = lr * factor
+
+    def skip(self, why: str) -> None:
+        """Count a step that was left out; give up after `patience` in a row, with the last good state saved."""
+        self.skipped, self.in_row = self.skipped + 1, self.in_row + 1
+        self.log("skip", {"step": self.step, "why": why})
+        if self.in_row < self.config.train.patience:
+            return
+        count, self.in_row = self.in_row, 0
+        self.step, self.tokens, self.seconds, self.skipped = self.good
+        if self.step > (self.kept or 0) and all(bool(p.isfinite().all()) for p in self.parameters):
+            self.save()
+        how = f", then resume from step {self.kept} with --resume {self.folder}" if self.kept else ""
+        raise UserError(
+            f"stopped: {count} steps in a row after step {self.step} could not be taken ({why}); "
+            f"lower --optimizer.lr or --train.clip, raise --train.warmup, or use --train.precision float32{how}"
+        )
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """Mean loss a token over the first `eval_tokens` of the validation split: the same rows each time."""
+        t, world, length = self.config.train, self.world, self.config.data.sequence
+        rows = min(max(t.eval_tokens // length, 1), self.corpus.rows("validation")) if t.eval_tokens else 0
+        if not rows:
+            return
+        self.model.eval()
+        total = torch.zeros(2, dtype=torch.float64, device=world.device)
+        for k in range(-(-rows // t.batch)):
+            first = k * t.batch + world.rank * (t.batch // world.size)
+            for ids, labels in self.pieces("validation", k, rows - first):
+                total[0] += self.loss_of(self.model, ids, labels)
+                total[1] += (labels != data.IGNORED).sum()
+        self.model.train()
+        loss, tokens = world.sum(total).tolist()
+        self.loss = loss / max(tokens, 1)
+        line = {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 4), "loss": self.loss}
+        self.log("eval", {**line, "perplexity": perplexity(self.loss)})
+
+    # ------------------------------------------------------------------ data
+
+    def fetch(self, step: int) -> Batch | None:
+        """This process' share of a step's batch; None after the last step."""
+        if step >= self.config.train.steps:
+            return None
+        pieces = self.pieces("train", step)
+        tokens = sum((labels != data.IGNORED).sum(dtype=torch.float64) for _, labels in pieces)
+        return Batch(pieces, self.world.sum(torch.as_tensor(tokens)))
+
+    def pieces(self, split: data.Split, step: int, most: int | None = None) -> list[tuple[Tensor, Tensor]]:
+        """This process' share (at most `most` rows) of a batch, in micro-batches on the device."""
+        t, world = self.config.train, self.world
+        arrays = self.corpus.batch(split, step, t.batch, world.rank, world.size)
+        ids, labels = (torch.from_numpy(x)[: max(most, 0) if most is not None else None] for x in arrays)
+        if world.device.type == "cuda":
+            ids, labels = (x.pin_memory().to(world.device, non_blocking=True) for x in (ids, labels))
+        cut = t.micro_batch or max(len(ids), 1)
+        return [(x, y) for x, y in zip(ids.split(cut), labels.split(cut)) if len(x)]
+
+    def seed(self, step: int) -> None:
+        """Dropout and the like depend on seed, step and process alone."""
+        value = (self.config.train.seed * 1_000_003 + step * self.world.size + self.world.rank) % 2**63
+        torch.default_generator.manual_seed(value)
+        if self.world.device.type == "cuda":
+            torch.cuda.default_generators[self.world.device.index].manual_seed(value)
+
+    # ------------------------------------------------------------------ keeping
+
+    def log(self, kind: str, line: dict[str, Any]) -> None:
+        line = {"kind": kind, **line}
+        if self.recorder:
+            self.recorder.write(line)
+        self.emit(line)
+
+    def bytes(self) -> dict[str, Any]:
+        """Bytes of weights, gradients and optimizer state; the peak from the first step on, and what was held before.
+
+        Of a run in parts the peak is the highest of them.
+        """
+        size: dict[str, Any] = {
+            "weights": checkpoint.nbytes(list(self.model.parameters())),
+            "gradients": checkpoint.nbytes(self.parameters),
+            "state": optimizers.state_bytes(self.optimizer),
+        }
+        was = self.recorder.peak if self.recorder else {}
+        if not self.memory:
+            return size | was
+        now = {"peak": self.memory.peak(), "peak_of": self.memory.of, "before": self.memory.before}
+        return size | (was if was.get("peak", 0) > now["peak"] and was["peak_of"] == now["peak_of"] else now)
+
+    def measured(self) -> None:
+        """Tell the bytes again: most optimizers make their state in the first step."""
+        if self.recorder:
+            self.recorder.describe(bytes=self.bytes())
+            self.emit({"kind": "bytes", "bytes": self.recorder.info["bytes"]})
+
+    def save(self) -> None:
+        """Write a checkpoint of this step, unless there is one."""
+        if self.kept == self.step:
+            return
+        self.kept = self.step
+        if self.recorder is None:
+            return
+        begin, remark = time.perf_counter(), ""
+        state: dict[str, Any] | None = self.optimizer.state_dict()
+        if not checkpoint.storable(state):
+            state, remark = (
+                None,
+                f"{self.config.optimizer.name} keeps its state as objects that cannot be stored safely",
+            )
+            self.emit({"kind": "note", "message": f"the checkpoint will not resume: {remark}"})
+        training = {name: getattr(self, name) for name in PLACE} | {"optimizer": state, "remark": remark}
+        training |= {"config": json.dumps(plain(self.config)), "data": self.corpus.key, "digest": self.corpus.digest}
+        self.recorder.sync()
+        keep, tokenizer = self.config.train.keep, self.corpus.tokenizer
+        path = checkpoint.save(self.folder, self.step, self.model, tokenizer, training, keep)
+        self.emit({"kind": "save", "step": self.step, "path": str(path), "seconds": time.perf_counter() - begin})
+
+    def result(self, finished: bool) -> Result:
+        """The end of the run; a finished one writes a sample."""
+        size, text, prompt = self.bytes(), "", self.config.train.sample
+        if finished and prompt and self.recorder:
+            text = sample(self.model, self.corpus.tokenizer, prompt, self.config)
+            with record.writing(self.folder):
+                record.write_atomically(self.folder / "sample.txt", text + "\n")
+        return Result(
+            status="done" if finished else "interrupted",
+            folder=self.folder,
+            step=self.step,
+            loss=self.loss,
+            perplexity=None if self.loss is None else perplexity(self.loss),
+            tokens=self.tokens,
+            seconds=self.seconds,
+            skipped=self.skipped,
+            bytes=size,
+            sample=text,
+        )
