@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from .config import UserError
+from .errors import UserError
 
 DEEPEST = 50  # levels of nesting; a tokenizer.json, the deepest of the files read here, has about ten
 LARGEST_YAML = 1_000_000  # values in a file of settings, aliases counted each time

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from .config import UserError
+from .errors import UserError
 
 CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .config import UserError
+from .errors import UserError
 
 Precision = Literal["float32", "bfloat16", "mixed"]
 # rank 0 may be building a token cache, or writing a large checkpoint, while the others wait

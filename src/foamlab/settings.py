@@ -15,7 +15,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from .config import FOAM_OPTIONS, Range, RunConfig, UserError
+from .config import FOAM_OPTIONS, Range, RunConfig
+from .errors import UserError
 from .files import shallow
 
 Settings = TypeVar("Settings")

@@ -15,7 +15,8 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrained
 
 import foamlab
 from foamlab.cli import commands
-from foamlab.config import ModelConfig, UserError
+from foamlab.config import ModelConfig
+from foamlab.errors import UserError
 from foamlab.models import architectures
 from foamlab.models.presets import MODELS, build
 from foamlab.training.run import train

@@ -11,7 +11,7 @@ import small
 import torch
 
 from foamlab.cli.commands import main
-from foamlab.config import UserError
+from foamlab.errors import UserError
 from foamlab.studies import bench
 
 CPU = torch.device("cpu")

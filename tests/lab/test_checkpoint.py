@@ -12,7 +12,7 @@ import pytest
 import small
 import torch
 
-from foamlab.config import UserError
+from foamlab.errors import UserError
 from foamlab.training import checkpoint
 from tolerances import exact
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from test_report import CHROMIUM, FRAMES, PROBE, Text, browse, make_run
 
-from foamlab.config import UserError
 from foamlab.contest.charts import charts, open_book
 from foamlab.contest.folder import STOPPED, Outcomes, write
 from foamlab.contest.page import compare_table, page, report
 from foamlab.contest.results import standings
 from foamlab.contest.search import Arm, Rule, wanted
+from foamlab.errors import UserError
 from foamlab.report import charts as plots
 from foamlab.report import plotly_charts
 

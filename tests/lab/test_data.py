@@ -12,9 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from foamlab.config import DataConfig, UserError
+from foamlab.config import DataConfig
 from foamlab.data import documents
 from foamlab.data.corpus import Corpus, permuted, prepare
+from foamlab.errors import UserError
 
 WORDS = ["fold", "mean", "block", "residual", "moment", "été", "数", "x = 1", "\n\n", "    return"]
 

@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from foamlab.config import DataConfig, UserError
+from foamlab.config import DataConfig
 from foamlab.data import cache, documents
 from foamlab.data.corpus import prepare
+from foamlab.errors import UserError
 
 BUILD = """
 import os, sys

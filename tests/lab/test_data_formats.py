@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import zstandard
 
-from foamlab.config import DataConfig, UserError
+from foamlab.config import DataConfig
 from foamlab.data import sources
 from foamlab.data.corpus import prepare
 from foamlab.data.formats import FORMATS, Foreign, Rows, Unreadable, read_file
 from foamlab.data.sources import DATASETS, open_source
+from foamlab.errors import UserError
 
 TEXTS = [
     'Plain.\nTwo lines, a "quote"; and, a comma.',

@@ -12,8 +12,8 @@ from test_contestpage import make_contest
 from test_report import make_run
 
 from foamlab.cli.commands import main
-from foamlab.config import UserError
 from foamlab.contest import inventory
+from foamlab.errors import UserError
 from foamlab.text import fitted, table, widest
 
 

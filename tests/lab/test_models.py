@@ -8,7 +8,8 @@ import shutil
 import pytest
 import torch
 
-from foamlab.config import ModelConfig, UserError
+from foamlab.config import ModelConfig
+from foamlab.errors import UserError
 from foamlab.models.presets import FAMILIES, MODELS, build
 from tolerances import exact
 from torchfoam import param_groups

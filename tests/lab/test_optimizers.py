@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from foamlab.config import ModelConfig, OptimizerConfig, UserError
+from foamlab.config import ModelConfig, OptimizerConfig
+from foamlab.errors import UserError
 from foamlab.models.presets import build as build_model
 from foamlab.optimizers.apollo import Apollo, projection
 from foamlab.optimizers.fold_ablation import STUDIES, FoldAblation

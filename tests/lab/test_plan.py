@@ -12,7 +12,8 @@ from torch import nn
 import foamlab
 from foamlab import machine, models, optimizers
 from foamlab.cli import commands
-from foamlab.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig, UserError
+from foamlab.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from foamlab.errors import UserError
 from foamlab.memory import advise, simulate
 from foamlab.memory.gpus import memory
 from foamlab.memory.planner import Planner

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from foamlab.config import UserError
+from foamlab.errors import UserError
 from foamlab.files import DEEPEST, parse_json, read_json, read_yaml
 from foamlab.runs import record, summary
 from foamlab.training import checkpoint

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from foamlab.config import UserError
+from foamlab.errors import UserError
 from foamlab.runs import record
 from foamlab.runs.record import Recorder, read_run
 

@@ -11,8 +11,9 @@ import torch
 from small import config as small_config
 
 from foamlab import data
-from foamlab.config import ModelConfig, OptimizerConfig, RunConfig, TrainConfig, UserError
+from foamlab.config import ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from foamlab.contest import design, runner
+from foamlab.errors import UserError
 from foamlab.optimizers.registry import OPTIMIZERS, rehearse, resolve
 from foamlab.studies import bench
 from foamlab.training.preview import preview

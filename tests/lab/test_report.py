@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from foamlab.config import UserError
+from foamlab.errors import UserError
 from foamlab.report import charts as plots
 from foamlab.report import plotly_charts
 from foamlab.report.runs_page import charts, compare_table, page, report

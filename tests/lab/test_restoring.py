@@ -14,7 +14,7 @@ import pytest
 import small
 import torch
 
-from foamlab.config import UserError
+from foamlab.errors import UserError
 from foamlab.training import checkpoint
 from foamlab.training.run import train
 from tolerances import exact

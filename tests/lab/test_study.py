@@ -11,7 +11,7 @@ import torch
 from test_report import CHROMIUM, FRAMES, PROBE, browse
 
 from foamlab.cli.commands import main
-from foamlab.config import UserError
+from foamlab.errors import UserError
 from foamlab.studies import convergence
 from foamlab.studies.convergence import Arm, Problem
 

@@ -20,7 +20,6 @@ import small
 import yaml
 
 from foamlab.cli.commands import main
-from foamlab.config import UserError
 from foamlab.contest import design, runner, trial
 from foamlab.contest import folder as ledger
 from foamlab.contest.design import grids
@@ -28,6 +27,7 @@ from foamlab.contest.folder import hopeless
 from foamlab.contest.page import report
 from foamlab.contest.results import standings, verdicts
 from foamlab.contest.search import Arm, Outcome, Rule, Trial, beyond, search, wanted
+from foamlab.errors import UserError
 from foamlab.runs import record
 from foamlab.runs.summary import summarize
 from foamlab.training.run import train

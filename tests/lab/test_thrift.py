@@ -14,7 +14,8 @@ import transformers
 from test_train import child
 from torch import Tensor, nn
 
-from foamlab.config import ModelConfig, UserError
+from foamlab.config import ModelConfig
+from foamlab.errors import UserError
 from foamlab.memory import simulate
 from foamlab.models.language import loss_fn
 from foamlab.models.presets import FAMILIES, MODELS, build

@@ -12,9 +12,10 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foamlab.config import DataConfig, UserError
+from foamlab.config import DataConfig
 from foamlab.data.corpus import Corpus, prepare
 from foamlab.data.tokenizer import Tokenizer, identify, make, settle, vocabulary
+from foamlab.errors import UserError
 
 TEXTS = ['Plain.\nTwo lines, a "quote"; and, a comma.', "été 数 🙂\ttab"]
 

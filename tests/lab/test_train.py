@@ -21,7 +21,8 @@ import yaml
 from foamlab import data, machine, models, optimizers
 from foamlab.cli import commands
 from foamlab.cli.arguments import parse
-from foamlab.config import RULE_OF_OLD, TrainConfig, UserError
+from foamlab.config import RULE_OF_OLD, TrainConfig
+from foamlab.errors import UserError
 from foamlab.models.language import loss_fn, schedule
 from foamlab.training import checkpoint, loop
 from foamlab.training.loop import plain

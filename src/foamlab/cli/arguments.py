@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from .. import settings
-from ..config import FOAM_OPTIONS, RunConfig, UserError, known_name, nearest, of_old, plain
+from ..config import FOAM_OPTIONS, RunConfig, of_old, plain
+from ..errors import UserError, known_name, nearest
 from ..files import parse_yaml, read_yaml
 
 PRESETS = Path(__file__).parents[1] / "presets"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 
-from ..config import known_name
+from ..errors import known_name
 from ..text import table
 from .arguments import presets as recipes
 from .arguments import recipe

@@ -18,7 +18,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from ..config import RunConfig, UserError, known_name
+from ..config import RunConfig
+from ..errors import UserError, known_name
 from ..signals import as_interrupts, silence
 from ..text import fitted, table
 from . import arguments, catalog, contest_commands

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config import RunConfig, UserError
+from ..config import RunConfig
+from ..errors import UserError
 
 INTERRUPTED = 130
 

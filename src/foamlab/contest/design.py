@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .. import data, optimizers
-from ..config import OptimizerConfig, RunConfig, UserError, known_name, settings
+from ..config import OptimizerConfig, RunConfig, settings
+from ..errors import UserError, known_name
 from ..optimizers.fold_ablation import STUDIES, with_own
 from ..runs.record import cores
 from ..training import run as train

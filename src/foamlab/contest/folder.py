@@ -15,7 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ..config import UserError
+from ..errors import UserError
 from ..files import parse_json, plain_name, read_json
 from ..runs.record import installed, read_metrics, read_run, write_atomically, writing
 from .search import MARGIN, Arm, Outcome, Rule

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config import UserError
+from ..errors import UserError
 from ..runs.summary import number, summarize
 from . import folder as ledger
 

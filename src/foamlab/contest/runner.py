@@ -23,7 +23,8 @@ import torch
 import yaml
 
 from .. import data, machine, optimizers
-from ..config import RunConfig, UserError
+from ..config import RunConfig
+from ..errors import UserError
 from ..runs.record import await_release, cores, lock, now
 from ..signals import STOPS, stop_requests
 from ..training import run as train

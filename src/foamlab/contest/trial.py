@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..config import UserError, settings
+from ..config import settings
+from ..errors import UserError
 from ..runs.record import write_atomically
 from ..training.run import train
 from .folder import STOPPED, hopeless, loss_at

@@ -33,7 +33,8 @@ from typing import Any, BinaryIO
 import filelock
 import numpy as np
 
-from ..config import DataConfig, UserError
+from ..config import DataConfig
+from ..errors import UserError
 from .documents import SPLITS, Distinct, Piece, chunks, lowest, pieces
 from .sources import Losses, Progress, Source, open_source
 from .tokenizer import Tokenizer, identify, make

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..config import DataConfig, RunConfig, UserError
+from ..config import DataConfig, RunConfig
+from ..errors import UserError
 from .cache import cached
 from .documents import SPLITS, Split
 from .sources import Progress

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import zstandard
 
-from ..config import UserError
+from ..errors import UserError
 
 GUESSES = ("text", "content", "review", "document", "article", "body", "story", "sentence", "abstract", "code")
 LOOK = 1000  # rows seen before the text column is chosen, unless the first guess is there

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config import DataConfig, UserError, nearest
+from ..config import DataConfig
+from ..errors import UserError, nearest
 from .formats import FORMATS, Foreign, Rows, Unreadable, kind_of, read_file
 
 REMARKS = 4  # of a kind, at most

@@ -20,7 +20,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from ..config import UserError
+from ..errors import UserError
 from ..files import read_json
 from ..hub import CONFIGS, TEMPLATES, VOCABULARIES, is_hub, local
 

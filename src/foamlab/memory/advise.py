@@ -17,7 +17,8 @@ import torch
 from torchfoam import FOAM
 
 from .. import optimizers
-from ..config import OptimizerConfig, RunConfig, UserError
+from ..config import OptimizerConfig, RunConfig
+from ..errors import UserError
 from . import simulate
 from .gpus import gb
 from .planner import Plan, Planner

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from torchfoam import FOAM, backends
 
 from .. import optimizers
-from ..config import OptimizerConfig, UserError
+from ..config import OptimizerConfig
+from ..errors import UserError
 from . import simulate
 
 # the backend of FOAM that performs a step on each kind of device without tensors of its own

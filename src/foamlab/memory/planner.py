@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from .. import machine, models, optimizers
-from ..config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig, UserError
+from ..config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from ..errors import UserError
 from ..models import architectures, thrift
 from ..models.language import loss_fn
 from . import gpus as cards

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ..config import UserError
+from ..errors import UserError
 from ..report import charts as plots
 from ..report import matplotlib_charts, plotly_charts
 from ..runs.record import write_atomically

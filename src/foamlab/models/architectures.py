@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import hub
-from ..config import UserError
+from ..errors import UserError
 from ..machine import out_of_memory
 
 TRIED = 8  # tokens of the row on which a model is tried

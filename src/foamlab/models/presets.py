@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import ModelConfig, UserError, known_name
+from ..config import ModelConfig
+from ..errors import UserError, known_name
 from . import architectures
 
 # transformers' configuration class of each family, and what all its presets share. Dropout is off, as in

@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from torchfoam import FOAM, GradientRelease
 
-from ..config import TrainConfig, UserError
+from ..config import TrainConfig
 from ..data.corpus import IGNORED
+from ..errors import UserError
 
 
 def chunked_loss(model: nn.Module, ids: Tensor, labels: Tensor, chunk: int) -> Tensor:

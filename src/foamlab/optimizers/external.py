@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..config import UserError, known_name
+from ..errors import UserError, known_name
 from .entry import Entry, Named, Routed, Settings, matrices, plain_adamw, split, trainable
 
 INSTALL = "'torchfoam[rivals]'"

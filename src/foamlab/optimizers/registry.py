@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchfoam import PAPER, param_groups
 
 from .. import settings
-from ..config import OptimizerConfig, UserError, known_name
+from ..config import OptimizerConfig
+from ..errors import UserError, known_name
 from .entry import Entry, Routed, Settings, matrices, plain_adamw, split
 from .external import ADAM_RATES, BETAS, HIGH_RATES, RIVALS, SCALES, hushed
 

@@ -14,7 +14,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..config import UserError
+from ..errors import UserError
 from ..runs.record import now, write_atomically
 from ..runs.stats import reach
 from ..runs.summary import (

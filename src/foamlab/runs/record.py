@@ -23,7 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ..config import UserError
+from ..errors import UserError
 from ..files import parse_json, read_json
 
 try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import UserError
+from ..errors import UserError
 from ..files import read_yaml
 from .record import Run, read_run
 from .stats import Mean, mean, paired, verdict

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from .. import data, machine, models, optimizers
-from ..config import ModelConfig, OptimizerConfig, RunConfig, UserError, known_name
+from ..config import ModelConfig, OptimizerConfig, RunConfig
+from ..errors import UserError, known_name
 from ..models.language import loss_fn, schedule
 from ..training.run import rehearse, train
 

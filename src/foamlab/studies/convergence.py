@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from torchfoam import FOAM, residual
 
-from ..config import UserError, known_name
+from ..errors import UserError, known_name
 from ..optimizers.registry import RULE
 from ..report import charts as plots
 from ..report import html, matplotlib_charts

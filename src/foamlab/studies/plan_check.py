@@ -18,7 +18,8 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from .. import models, optimizers
-from ..config import RunConfig, TrainConfig, UserError
+from ..config import RunConfig, TrainConfig
+from ..errors import UserError
 from ..memory import simulate
 from ..memory.planner import Planner
 from ..models import thrift

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import UserError
+from ..errors import UserError
 from ..files import plain_name, read_json
 
 FORMAT = 1  # of the manifest and of training.pt

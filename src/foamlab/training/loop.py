@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
 from .. import data, machine, optimizers
-from ..config import RunConfig, UserError, plain
+from ..config import RunConfig, plain
+from ..errors import UserError
 from ..models import thrift
 from ..models.language import loss_fn, perplexity, sample, schedule
 from ..runs import record

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..config import UserError
+from ..errors import UserError
 from ..files import parse_json
 
 # moments that torch's and most other optimizers keep in the shape of their parameter

@@ -17,8 +17,9 @@ import torch
 
 from .. import data, machine, models, optimizers
 from .. import settings as knobs
-from ..config import RULE_OF_OLD, RunConfig, UserError
+from ..config import RULE_OF_OLD, RunConfig
 from ..data.tokenizer import vocabulary
+from ..errors import UserError
 from ..memory import advise
 from ..models import thrift
 from ..runs import record

@@ -1,0 +1,46 @@
+"""What a user can mend, in one line; and the name that was meant."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+
+
+class UserError(Exception):
+    """Something the user can mend. One line that says what is wrong and what to do; the command exits with code 2."""
+
+
+def known_name(name: str, known: Iterable[str], what: str) -> str:
+    """The name itself if it is known; else a UserError that offers the nearest and lists the rest."""
+    known = list(known)
+    if name in known:
+        return name
+    near = nearest(name, known)
+    raise UserError(
+        f"unknown {what} {name!r}: " + (f"did you mean {near}? " if near else "") + f"known: {', '.join(known)}"
+    )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name most like this one, upper and lower case alike; "" if none is.
+
+    A name that begins so comes first. A word without a dash is also held against the family that several names share
+    (lama: llama-1m, llama-10m, ...). Of those equally alike the first is taken, so a table begins with what is wanted
+    most.
+
+    >>> nearest("lama", ["gpt2", "llama-1m", "llama-8b"]), nearest("llama-60m", ["llama-10m", "llama-60m-paper"])
+    ('llama-1m', 'llama-60m-paper')
+    """
+    known, word = list(known), name.lower()
+    families = Counter(x.partition("-")[0] for x in known)
+
+    def alike(x: str) -> float:
+        if word and x.lower().startswith(word):
+            return 1.0
+        family = x.partition("-")[0]
+        sought = (x, family) if "-" not in word and families[family] > 1 else (x,)
+        return max(SequenceMatcher(None, word, y.lower()).ratio() for y in sought)
+
+    best = max(known, key=alike, default="")
+    return best if best and alike(best) >= 0.4 else ""
