@@ -16,8 +16,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from problems import numbers
 from tolerances import exact
-from torchfoam import FOAM, GradientRelease, param_groups
-from torchfoam.kernels import BACKENDS, whole
+from torchfoam import FOAM, GradientRelease, from_adamw, param_groups, to_adamw
+from torchfoam.kernels import BACKENDS
+from torchfoam.memory import whole
 
 
 class Quantised(Tensor):
@@ -171,6 +172,84 @@ def test_a_gradient_or_state_of_another_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="whose gradient or state is a TwoTensor"):
         opt.step()
     exact(w, torch.ones(4, 8))
+
+
+def freed(x: Tensor, left: int = 0) -> Tensor:
+    """x as an engine leaves what it has gathered and given back; `left` bytes of it are there."""
+    x.untyped_storage().resize_(left)
+    return x
+
+
+NO_MEMORY = {
+    "freed": freed,
+    "cut off": lambda x: freed(x, left=2),
+    "functional": torch._to_functional_tensor,
+    "stated zeros": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
+}
+
+
+@pytest.mark.parametrize("kind", NO_MEMORY)
+@pytest.mark.parametrize("state", ["float32", "int8"])
+def test_what_has_no_memory_is_refused_before_a_weight_moves(kind: str, state: str) -> None:
+    def optimizer() -> tuple[FOAM, nn.Parameter, nn.Parameter]:
+        w, x = (nn.Parameter(torch.ones(4, 8)) for _ in range(2))
+        w.grad, x.grad = torch.ones(4, 8), torch.ones(4, 8)
+        return FOAM([("w", w), ("x", x)], state=state), w, x
+
+    names = ["weight", "gradient", *optimizer()[0].state_dict()["state"][0]]
+    assert len(names) == (7 if state == "int8" else 5)
+    for name in names:
+        opt, w, x = optimizer()
+        if name == "weight":
+            x.data = NO_MEMORY[kind](x.data)
+        elif name == "gradient":
+            x.grad = NO_MEMORY[kind](torch.ones(4, 8))
+        else:
+            opt.state[x][name] = NO_MEMORY[kind](opt.state[x][name])
+        with pytest.raises(ValueError, match=rf"shape \(4, 8\): its {name} has no memory"):
+            opt.step()
+        exact(w, torch.ones(4, 8))
+        assert opt.state[w]["step"] == 0
+
+
+def test_a_gradient_inside_a_transform_of_torch_func_is_refused() -> None:
+    w = nn.Parameter(torch.ones(4, 8))
+    opt = FOAM([("w", w)])
+
+    def step(g: Tensor) -> Tensor:
+        w.grad = g
+        opt.step()
+        return g
+
+    with pytest.raises(ValueError, match="its gradient has no memory"):
+        torch.func.vmap(step)(torch.ones(3, 4, 8))
+    exact(w, torch.ones(4, 8))
+
+
+def test_a_gradient_of_one_number_spread_out_is_a_gradient() -> None:
+    w, x = nn.Parameter(torch.ones(4, 8)), nn.Parameter(torch.ones(4, 8))
+    w.grad, x.grad = torch.ones(1).expand(4, 8), torch.ones(4, 8)
+    FOAM([("w", w), ("x", x)]).step()
+    exact(w.detach(), x.detach())
+    assert not torch.equal(w, torch.ones(4, 8))
+
+
+def test_moments_without_memory_are_not_loaded_folded_or_unfolded() -> None:
+    w = nn.Parameter(torch.ones(4, 8))
+    opt, adamw = FOAM([("w", w)]), torch.optim.AdamW([w])
+    w.grad = torch.ones(4, 8)
+    adamw.step()
+    freed(adamw.state[w]["exp_avg"])
+    with pytest.raises(ValueError, match="exp_avg has no memory"):
+        from_adamw(opt, adamw)
+    saved = opt.state_dict()
+    saved["state"][0] = {k: x.clone() for k, x in saved["state"][0].items()}
+    freed(saved["state"][0]["m"])
+    with pytest.raises(ValueError, match="m has no memory"):
+        opt.load_state_dict(saved)
+    freed(opt.state[w]["v"])
+    with pytest.raises(ValueError, match="its v has no memory"):
+        to_adamw(opt)
 
 
 def test_fake_weights_can_be_planned_with() -> None:

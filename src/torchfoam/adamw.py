@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .fold import fold, unfold
 from .kernels.eager import close, open_moment
+from .memory import check_held
 from .names import places
 from .optim import FOAM, new_state
 from .saved import check_numbers, check_plain, check_values, names_of
@@ -107,6 +108,7 @@ def to_adamw(opt: FOAM, **options: Any) -> torch.optim.AdamW:
         for p in group["params"]:
             if mine := opt.state.get(p):
                 C, wide = p.shape[-1] if p.ndim else 1, torch.float64 if p.dtype == torch.float64 else torch.float32
+                check_held(p, p, mine if p.numel() else {})
                 adamw.state[p] = {"step": mine["step"].float()}
                 for name, key in MOMENTS:
                     full = unfold(open_moment(mine, name, wide), group["level"], C)

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from .fold import residual_ratio
 from .groups import UNNAMED, check_there, param_groups, split_by_shape, warn_once
-from .kernels import BACKENDS, Slot, choose, imagined, whole
+from .kernels import BACKENDS, Slot, choose
+from .memory import check_held, imagined, whole
 from .options import check, check_options, hyper, known_value
 from .rules import Hyper
 from .saved import FORMAT, load, upgraded
@@ -296,6 +297,7 @@ class FOAM(Optimizer):
                 if kind not in chosen:
                     backend = choose(self.backend, p, group, (g, *kept.values()))
                     chosen[kind] = slots.setdefault(backend.name, [])
+                check_held(p, g, kept)
                 chosen[kind].append(Slot(p, g, kept, i))
         return [(h, group["rule"], name, batch) for name, batch in slots.items()]
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .memory import held
 from .names import places
 from .options import check
 from .quant import decode
@@ -192,6 +193,8 @@ def check_plain(where: str, name: str, x: Any) -> None:
         raise ValueError(f"{where}: {name} is a {type(x).__name__}, not a tensor")
     if type(x) not in (Tensor, nn.Parameter, nn.Buffer) or x.layout != torch.strided:
         raise ValueError(f"{where}: {name} is a {type(x).__name__} ({x.layout}), not a plain dense tensor")
+    if x.numel() and not x.is_meta and not held(x):
+        raise ValueError(f"{where}: {name} has no memory (freed, or never there)")
 
 
 def check_values(where: str, name: str, state: Mapping[str, Tensor]) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
+from ..memory import imagined, whole
 from ..options import known_value
 from ..rules import Hyper
 from ..shard import sharded
@@ -62,17 +62,6 @@ def backends() -> dict[str, str]:
     'ok'
     """
     return {name: b.unavailable() or "ok" for name, b in BACKENDS.items()}
-
-
-def whole(x: Tensor) -> bool:
-    """Whether x has memory of its own. A wrapper of other tensors (DTensor, quantised weights, FakeTensor) has none:
-    its data pointer is null. All of them, and no others, dispatch for themselves."""
-    return type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
-
-
-def imagined(x: Tensor) -> bool:
-    """Whether x has a shape and no values, as planning needs: on the meta device, or a FakeTensor."""
-    return x.is_meta or isinstance(x, FakeTensor)
 
 
 def choose(name: str | None, p: Tensor, group: dict[str, object], others: Iterable[Tensor] = ()) -> Backend:

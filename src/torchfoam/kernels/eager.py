@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..memory import imagined
 from ..options import hyper
 from ..quant import noise_key
 from ..rules import MOMENTS, RULES, Hyper
@@ -34,8 +35,6 @@ def refuses(p: Tensor, group: dict[str, object]) -> str | None:
 
 
 def wrapper(p: Tensor, group: dict[str, Any]) -> str | None:
-    from . import imagined
-
     if imagined(p):
         return None
     kind = (type(p), p.dtype, p.ndim, group["rule"], group["level"], group["state"])
