@@ -536,7 +536,7 @@ def test_a_group_spoilt_between_steps_is_refused_before_anything_moves(option: s
     assert same(before, everything(opt))
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore:momentum=.* has no effect")
 def test_numbers_of_any_kind_are_numbers() -> None:
     ends = []
     for kind in (float, Fraction, np.float32, np.float64):

@@ -24,8 +24,9 @@ from problems import numbers, toy, train
 from torchfoam import FOAM, backends
 from torchfoam.fold import width
 from torchfoam.kernels import Slot, cpu, eager
+from torchfoam.options import Options
 from torchfoam.quant import encode, noise_key, round_stochastic
-from torchfoam.rules import Hyper, adam
+from torchfoam.rules import adam
 from torchfoam.state import open_moment
 
 pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
@@ -71,17 +72,17 @@ def stored(s: Slot) -> dict[str, Tensor]:
     return {"p": s.p, **{name: x for name, x in s.state.items() if name != "step"}}
 
 
-def hyper(level: Any, **options: Any) -> Hyper:
-    return Hyper(**{"lr": 0.01, "weight_decay": 0.1, "level": level, **options})
+def hyper(level: Any, beta1: float = 0.9, beta2: float = 0.999, **options: Any) -> Options:
+    return Options(**{"lr": 0.01, "betas": (beta1, beta2), "weight_decay": 0.1, "level": level, **options})
 
 
-def ran(start: Slot, h: Hyper, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def ran(start: Slot, h: Options, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     s = copy(start, dtype)
-    cpu.update([s], h, "adam")
+    cpu.update([s], h)
     return stored(s)
 
 
-def by_rule(start: Slot, h: Hyper, dtype: torch.dtype) -> dict[str, Tensor]:
+def by_rule(start: Slot, h: Options, dtype: torch.dtype) -> dict[str, Tensor]:
     s = copy(start, dtype)
     if isinstance(h.lr, Tensor):
         h = replace(h, lr=h.lr.item())
@@ -89,7 +90,7 @@ def by_rule(start: Slot, h: Hyper, dtype: torch.dtype) -> dict[str, Tensor]:
     return stored(s)
 
 
-def check(start: Slot, h: Hyper, what: str) -> None:
+def check(start: Slot, h: Options, what: str) -> None:
     """In float32 storage as good as the eager rule; in the slot's own storage exactly that, rounded.
 
     The numbers before the step stand beside those after it, so that an ulp is one of the size of what was added.
@@ -102,7 +103,7 @@ def check(start: Slot, h: Hyper, what: str) -> None:
     check_rounded(start, h, wide, what)
 
 
-def check_rounded(start: Slot, h: Hyper, wide: dict[str, Tensor], what: str) -> None:
+def check_rounded(start: Slot, h: Options, wide: dict[str, Tensor], what: str) -> None:
     """What the step keeps is its float32 result, rounded: quant.py says how, bit for bit."""
     kept = ran(start, h)
     for name, x in wide.items():
@@ -224,8 +225,8 @@ def test_codes_are_those_of_the_eager_twin(stochastic: bool) -> None:
     for shape, level in (((33, 512), 0), ((40, 1376), 2), ((64, 96), 3), ((500, 300), "row")):
         h, start = hyper(level, stochastic=stochastic), slot(shape, level, s=CODES)
         twin, ours, truth = copy(start), copy(start), by_rule(start, h, torch.float64)
-        cpu.update([ours], h, "adam")
-        eager.update([twin], h, "adam")
+        cpu.update([ours], h)
+        eager.update([twin], h)
         for name in ("m", "v"):
             for part in (name, f"{name}_exponent"):
                 assert (ours.state[part] == twin.state[part]).double().mean() >= 0.99, (shape, level, part)
@@ -252,7 +253,7 @@ def test_gaps_and_transposed_tensors(s: Any) -> None:
         base[:, ::2] = start.p
         for p, g in ((start.p.t().contiguous().t(), start.g.t().contiguous().t()), (base[:, ::2], start.g)):
             apart = copy(start)._replace(p=p, g=g)
-            cpu.update([apart], h, "adam")
+            cpu.update([apart], h)
             for name, x in stored(apart).items():
                 tolerances.exact(x.contiguous(), want[name], name)
         assert base[:, 1::2].eq(0).all()
@@ -261,7 +262,7 @@ def test_gaps_and_transposed_tensors(s: Any) -> None:
 def test_each_parameter_has_its_own_step_count() -> None:
     starts = [slot((3, 8), 2, t=t) for t in (1, 5)]
     together = [copy(s) for s in starts]
-    cpu.update(together, hyper(2), "adam")
+    cpu.update(together, hyper(2))
     for start, s in zip(starts, together):
         tolerances.exact(s.p, ran(start, hyper(2))["p"])
 
@@ -303,7 +304,7 @@ def test_what_it_refuses_falls_to_the_eager_backend(monkeypatch: pytest.MonkeyPa
         name = backend.__name__.rpartition(".")[2]
         monkeypatch.setitem(
             sys.modules["torchfoam.kernels"].BACKENDS, name,
-            replace(sys.modules["torchfoam.kernels"].BACKENDS[name], update=lambda s, h, r, n=name: used.append(n)),
+            replace(sys.modules["torchfoam.kernels"].BACKENDS[name], update=lambda s, h, n=name: used.append(n)),
         )  # fmt: skip
     for dtype, options in ((F32, {}), (torch.float64, {}), (F32, {"rule": "muon"}), (F32, {"state": "int8"})):
         w = nn.Parameter(torch.ones(2, 8, dtype=dtype))
@@ -438,7 +439,7 @@ class Memory(TorchDispatchMode):
 def test_a_step_creates_no_tensor() -> None:
     slots = [slot((512, 512), 2, p, p, s) for p in (F32, BF16) for s in (F32, CODES)] + [slot((), 2)]
     with Memory() as memory:
-        cpu.update(slots, hyper(2), "adam")
+        cpu.update(slots, hyper(2))
     assert memory.peak == 0
 
 
@@ -455,4 +456,4 @@ def test_the_eager_twin_holds_three_full_size_temporaries_at_most(level: Any, co
 def test_state_of_another_level_is_refused_before_anything_is_written() -> None:
     start = slot((4, 64), "row")
     with pytest.raises(ValueError, match="at level 2"):
-        cpu.update([start], hyper(2), "adam")
+        cpu.update([start], hyper(2))

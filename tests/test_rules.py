@@ -122,7 +122,7 @@ def twin(p: Tensor, g: Tensor, m: Tensor, v: Tensor, t: int, h: Hyper) -> None:
 def test_as_written_entry_by_entry(
     shape: tuple, level: Any, second_moment: str, residual: float, rule: tuple, maximize: bool, seed: int
 ) -> None:
-    h = Hyper(0.1, 0.9, 0.99, 1e-8, 0.01, level, 0.5, residual, second_moment, *rule, maximize=maximize)
+    h = Hyper(0.1, (0.9, 0.99), 1e-8, 0.01, level, 0.5, residual, second_moment, *rule, maximize=maximize)
     width = 1 if level == "row" else -(-shape[1] // 2**level)
     ours = [numbers(*shape, seed=seed), torch.zeros(shape[0], width).double(), torch.zeros(shape[0], width).double()]
     theirs = [x.clone() for x in ours]

@@ -17,7 +17,8 @@ from problems import numbers, toy
 from torchfoam import FOAM
 from torchfoam.fold import width
 from torchfoam.kernels import Slot, eager, triton
-from torchfoam.rules import Hyper, adam
+from torchfoam.options import Options
+from torchfoam.rules import adam
 
 DEVICE = "cpu" if triton.interpreted() else "cuda"
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -51,19 +52,19 @@ def stored(s: Slot) -> dict[str, Tensor]:
     return {"p": s.p, "m": s.state["m"], "v": s.state["v"]}
 
 
-def hyper(level: Any, **options: Any) -> Hyper:
+def hyper(level: Any, beta1: float = 0.87, beta2: float = 0.999, **options: Any) -> Options:
     # with beta1 = 0.9 sums of two bfloat16 numbers are often exact ties, where float32 rounding decides
-    return Hyper(**{"lr": 0.01, "beta1": 0.87, "weight_decay": 0.1, "level": level, **options})
+    return Options(**{"lr": 0.01, "betas": (beta1, beta2), "weight_decay": 0.1, "level": level, **options})
 
 
-def both(start: Slot, h: Hyper) -> tuple[Slot, Slot]:
+def both(start: Slot, h: Options) -> tuple[Slot, Slot]:
     ours, twin = copy(start), copy(start)
-    triton.update([ours], h, "adam")
-    eager.update([twin], h, "adam")
+    triton.update([ours], h)
+    eager.update([twin], h)
     return ours, twin
 
 
-def agrees(start: Slot, h: Hyper) -> None:
+def agrees(start: Slot, h: Options) -> None:
     """One step from equal states: float32 and float16 against the float64 rule, bfloat16 against the eager backend."""
     ours, twin = both(start, h)
     truth = {name: x.double() for name, x in stored(start).items()}
@@ -148,8 +149,8 @@ def test_step_and_lr_on_the_device_are_read_there(monkeypatch: pytest.MonkeyPatc
             twin, truth = copy(ours), {name: x.double() for name, x in stored(copy(ours)).items()}
             on_device = replace(h, lr=torch.tensor(0.01, device=DEVICE))
             ours.state["step"] = ours.state["step"].to(DEVICE)
-            triton.update([ours], on_device, "adam")
-            eager.update([twin], h, "adam")
+            triton.update([ours], on_device)
+            eager.update([twin], h)
             adam(truth["p"], ours.g.double(), truth["m"], truth["v"], t, h)
             for name, x in stored(ours).items():
                 tolerances.rounding(x, stored(twin)[name], truth[name], name)
@@ -184,8 +185,8 @@ def test_many_tensors_of_one_launch_keep_apart() -> None:
     h = hyper(2)
     ours = [slot((k, 24 + k % 3), 2, BF16, BF16, F32)._replace(number=k) for k in range(1, 8)]
     twins = [copy(s) for s in ours]
-    triton.update(ours, h, "adam")
-    eager.update(twins, h, "adam")
+    triton.update(ours, h)
+    eager.update(twins, h)
     for a, b in zip(ours, twins):
         tolerances.narrow(a.p, b.p)
         torch.testing.assert_close(a.state["m"], b.state["m"], rtol=1e-6, atol=1e-7)
@@ -214,6 +215,6 @@ def test_a_named_backend_is_used_through_the_optimizer(monkeypatch: pytest.Monke
 def test_moments_of_another_size_are_an_error_and_not_a_stray_write() -> None:
     s = slot((3, 24), 2, F32, F32, F32)
     with pytest.raises(ValueError, match=r"cannot step \(3, 24\).*level 3"):
-        triton.update([s], hyper(3), "adam")
+        triton.update([s], hyper(3))
     with pytest.raises(ValueError, match=r"gradient of \(24,\)"):
-        triton.update([s._replace(g=s.g[0])], hyper(2), "adam")
+        triton.update([s._replace(g=s.g[0])], hyper(2))

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fold import fold, unfold
-from .kernels.eager import close, open_moment
+from .fold import fold, row_length, unfold
 from .memory import check_held
 from .names import places
-from .optim import FOAM, new_state
+from .optim import FOAM
 from .saved import check_numbers, check_plain, check_values, names_of
+from .state import close, new_state, open_moment
 
 MOMENTS = (("m", "exp_avg"), ("v", "exp_avg_sq"))  # ours, AdamW's
 
@@ -107,7 +107,7 @@ def to_adamw(opt: FOAM, **options: Any) -> torch.optim.AdamW:
     for group in opt.param_groups:
         for p in group["params"]:
             if mine := opt.state.get(p):
-                C, wide = p.shape[-1] if p.ndim else 1, torch.float64 if p.dtype == torch.float64 else torch.float32
+                C, wide = row_length(p), torch.float64 if p.dtype == torch.float64 else torch.float32
                 check_held(p, p, mine if p.numel() else {})
                 adamw.state[p] = {"step": mine["step"].float()}
                 for name, key in MOMENTS:

@@ -35,6 +35,15 @@ def check_level(level: object) -> Level:
     return level
 
 
+def row_length(x: Tensor) -> int:
+    """C, the length of a row; a 0-dim tensor is a row of one.
+
+    >>> row_length(torch.ones(2, 3, 5)), row_length(torch.ones(()))
+    (5, 1)
+    """
+    return x.shape[-1] if x.ndim else 1
+
+
 def block(level: Level, columns: int) -> int:
     """Block length B: 2**level, but never more than the row; "row" is the whole row.
 
@@ -90,7 +99,7 @@ def residual(x: Tensor, level: Level) -> Tensor:
     >>> residual(torch.tensor([1., 3., 5., 7., 9.]), 1)
     tensor([-1.,  1., -1.,  1.,  0.])
     """
-    return x - unfold(fold(x, level), level, x.shape[-1] if x.ndim else 1)
+    return x - unfold(fold(x, level), level, row_length(x))
 
 
 def residual_ratio(x: Tensor, level: Level) -> float:
@@ -111,7 +120,7 @@ def residual_ratio(x: Tensor, level: Level) -> float:
     if not 2.0**-30 < top < 2.0**30:
         x = x / top
     f = fold(x, level).square()
-    C = x.shape[-1] if x.ndim else 1
+    C = row_length(x)
     if last := C % block(level, C):
         f[..., -1] *= last / block(level, C)
     whole = torch.linalg.vector_norm(x, dtype=f.dtype).square()

@@ -19,14 +19,11 @@ from torch.nn.parameter import is_lazy
 
 from .budget import fit_levels, parse_bytes
 from .fold import Level, check_level
-from .options import check_options
+from .options import DEFAULTS, PLAIN, check_names
 from .roles import KINDS, foldable, is_head, is_matrix, is_table, largest, undecayed
 from .shard import sharded
 from .state import state_bytes
 
-# what is said of folded parameters alone, and what the others are instead: AdamW
-FOLDED_ONLY = ("level", "scale", "rule")
-PLAIN: dict[str, Any] = {"level": 0, "scale": 1.0, "rule": "adam"}
 UNNAMED = "unnamed."  # before the number that stands for a name where others have one
 
 
@@ -73,8 +70,8 @@ def param_groups(
     """
     overrides = overrides or {}
     for given in (options, *overrides.values()):
-        check_options(given)
-    ours = {"level": level, **{key: options.pop(key) for key in FOLDED_ONLY if key in options}}
+        check_names(given)
+    ours = {"level": level, **{key: options.pop(key) for key in PLAIN if key in options}}
     for p in model.parameters():
         if p.requires_grad:
             check_there(p)
@@ -89,9 +86,10 @@ def param_groups(
     chosen: dict[str, dict[str, Any]] = {}
     for name, p in trainable:
         pattern = next((pattern for pattern in overrides if fnmatchcase(name, pattern)), "")
-        changes = {k: x for k, x in overrides.get(pattern, {}).items() if p.ndim >= 2 or k not in FOLDED_ONLY}
+        changes = {k: x for k, x in overrides.get(pattern, {}).items() if p.ndim >= 2 or k not in PLAIN}
         settings = {**wanted[folding[name]], **changes}
-        label = "unfolded" if settings["level"] == 0 and settings.get("rule", "adam") == "adam" else "folded"
+        full = {**DEFAULTS, **settings}
+        label = "unfolded" if all(full[key] == PLAIN[key] for key in ("level", "rule")) else "folded"
         if name in exempt and "weight_decay" not in changes:
             label, settings = f"{label} no decay", {**settings, "weight_decay": 0.0}
         chosen[name] = {"name": f"{label} {pattern}".rstrip(), **settings}
@@ -120,7 +118,7 @@ def _fit(
 ) -> None:
     """Decide the levels left open in `chosen`, so that the whole state fits the budget."""
     left = {name: p for name, p in params.items() if chosen[name]["level"] is None}
-    fixed = sum(state_bytes(p, chosen[name]) for name, p in params.items() if name not in left)
+    fixed = sum(state_bytes(p, {**DEFAULTS, **chosen[name]}) for name, p in params.items() if name not in left)
     if unknown := sorted(set(ratios) - set(params)):
         raise ValueError(f"residual ratio of {unknown[0]!r}, which is no trainable parameter of the model")
     if fixed > budget:
@@ -128,7 +126,7 @@ def _fit(
             f"the state cannot fit in {budget:,} bytes: what does not fold needs {fixed:,} alone; "
             "state='int8' makes it about a quarter"
         )
-    settings = {id(p): chosen[name] for name, p in left.items()}
+    settings = {id(p): {**DEFAULTS, **chosen[name]} for name, p in left.items()}
     fitted = fit_levels(
         left, budget - fixed, lambda p, level: state_bytes(p, {**settings[id(p)], "level": level}), ratios, measured_at
     )
@@ -161,7 +159,7 @@ def _check_patterns(
         if not matched:
             near = get_close_matches(pattern.replace("*", ""), [name for name, _ in params], n=3, cutoff=0.0)
             raise ValueError(f"{what} pattern {pattern!r} matches no trainable parameter; nearest: {', '.join(near)}")
-        if all(p.ndim < 2 for p in matched) and (vain := [k for k in FOLDED_ONLY if k in changes]):
+        if all(p.ndim < 2 for p in matched) and (vain := [k for k in PLAIN if k in changes]):
             raise ValueError(f"{what} pattern {pattern!r} sets {vain[0]}, but matches only vectors, which do not fold")
 
 
@@ -179,7 +177,7 @@ def split_by_shape(group: dict[str, Any], defaults: Mapping[str, Any]) -> list[d
     `group["params"]` is a list. Of (name, tensor) pairs, those named like an embedding or a head do not fold. Nothing
     is split where it would change nothing (level 0, scale 1, rule "adam") or where one side is empty.
     """
-    ours = {key: group.get(key, defaults[key]) for key in FOLDED_ONLY}
+    ours = {key: group.get(key, defaults[key]) for key in PLAIN}
     named = [item if isinstance(item, tuple) else ("", item) for item in group["params"]]
     named = [(name, p) for name, p in named if isinstance(p, Tensor)]
     if "level" in group:

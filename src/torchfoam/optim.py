@@ -6,22 +6,22 @@ does not decide which parameters fold (`groups.py`).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .fold import residual_ratio
+from .fold import Level, residual_ratio
 from .groups import UNNAMED, check_there, param_groups, split_by_shape, warn_once
-from .kernels import BACKENDS, Slot, choose
+from .kernels import BACKENDS, Backend, Slot, choose
 from .memory import check_held, imagined, whole
-from .options import check, check_options, hyper, known_value
-from .rules import Hyper
+from .options import OPTIONS, Options, check, check_names, hyper, unknown, unread
+from .rates import Rates
 from .saved import FORMAT, load, upgraded
 from .state import check_kept, fits, follow, new_state
+from .values import known_value
 
 # The authors' rule and their recipe for pre-training, for FOAM(model, **PAPER): a base rate for embeddings, head and
 # norms, a quarter of it for the folded matrices (docs/choosing.md). FOAM(model, **PAPER | {"weight_decay": 0.1}) is the
@@ -31,8 +31,8 @@ PAPER: dict[str, Any] = {
     "bias_correction": "whole", "residual_in_v": 1.0,
 }  # fmt: skip
 
-# a group's scalars and rule, the name of a backend, and what that backend has to step of it
-Work = tuple[Hyper, str, str, list[Slot]]
+# a group's options, a backend, and what that backend has to step of the group
+Work = tuple[Options, Backend, list[Slot]]
 
 
 class FOAM(Optimizer):
@@ -90,7 +90,7 @@ class FOAM(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
-        level: int | str = 2,
+        level: Level = 2,
         rule: str = "adam",
         scale: float = 1.0,
         residual: float = 1.0,
@@ -106,19 +106,16 @@ class FOAM(Optimizer):
         maximize: bool = False,
         capturable: bool = False,
         backend: str | None = None,
+        **foreign: NoReturn,
     ) -> None:
-        defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-            "level": level, "rule": rule, "scale": scale, "residual": residual, "second_moment": second_moment,
-            "bias_correction": bias_correction, "residual_in_v": residual_in_v,
-            "state": state, "stochastic": stochastic, "seed": seed,
-            "momentum": momentum, "nesterov": nesterov, "adjust_lr": adjust_lr,
-            "maximize": maximize, "capturable": capturable, "format": FORMAT,
-        }  # fmt: skip
+        given = locals()
+        if foreign:
+            raise TypeError(unknown(next(iter(foreign)), (*OPTIONS, "backend")))
+        defaults = {name: given[name] for name in OPTIONS} | {"format": FORMAT}
         if backend is not None:
             known_value("backend", backend, BACKENDS)
         self.backend = backend
-        self._given: list[tuple[Tensor, int]] = []
+        self._rates = Rates()
         check(defaults)
         if isinstance(params, nn.Module):
             params = param_groups(params, level=level, scale=scale, rule=rule)
@@ -131,6 +128,11 @@ class FOAM(Optimizer):
             warn_once(
                 f"nothing folds: level={level!r} was asked for, but no parameter is a matrix, so this FOAM is AdamW; "
                 "level=0 says so, or give the group its own level"
+            )
+        rules = {g["rule"] for g in self.param_groups}
+        if vain := unread(defaults, rules):
+            warn_once(
+                f"{vain[0]}={given[vain[0]]!r} has no effect: no group's rule reads it ({', '.join(sorted(rules))})"
             )
 
     # ------------------------------------------------------------------ groups and state
@@ -160,7 +162,7 @@ class FOAM(Optimizer):
         except Exception:
             del self.param_groups[n:]
             raise
-        self._own_rates()
+        self._rates.part(self.param_groups)
         for group in self.param_groups[n:]:
             for p in group["params"]:
                 if p.requires_grad:
@@ -168,7 +170,7 @@ class FOAM(Optimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         merged = {**self.defaults, **group}
-        check_options((k for k in group if k not in ("params", "name", "param_names", "format")), misspelt_only=True)
+        check_names((k for k in group if k not in ("params", "name", "param_names", "format")), misspelt_only=True)
         check(merged)
         for p in (item[1] if isinstance(item, tuple) else item for item in group["params"]):
             if not isinstance(p, Tensor) or (isinstance(p, nn.Parameter) and not p.requires_grad):
@@ -206,30 +208,6 @@ class FOAM(Optimizer):
         if now is not mine and (now or mine):
             self.state[p] = now
 
-    def _own_rates(self) -> None:
-        """Let no two groups share a tensor for their rate: who writes rates does it one group after the other."""
-        rates = [group["lr"] for group in self.param_groups]
-        given = [lr for lr, _ in self._given]
-        for group in self.param_groups:
-            lr = group["lr"]
-            if isinstance(lr, Tensor) and sum(x is lr for x in rates + given) > 1:
-                group["lr"] = lr.detach().clone()
-                if not any(x is lr for x in given):
-                    self._given.append((lr, 0 if lr.is_inference() else lr._version))
-                    given.append(lr)
-
-    def _check_given(self) -> None:
-        """Warn once if a tensor that was given as the rate of several groups has been written to since."""
-        if not self._given or torch.compiler.is_compiling():
-            return
-        if any(not lr.is_inference() and lr._version != version for lr, version in self._given):
-            self._given.clear()
-            warnings.warn(
-                "the tensor given as lr has changed, but no group reads it: it was given for several groups, and each "
-                'has a copy of its own; change group["lr"] of every group instead',
-                stacklevel=5,
-            )
-
     def state_bytes(self) -> int:
         """Bytes of all optimizer state, exactly as allocated (also on the meta device)."""
         return sum(x.numel() * x.element_size() for s in self.state.values() for x in s.values())
@@ -248,7 +226,7 @@ class FOAM(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_given()
+        self._rates.check()
         self._ensure_state()
         # all gradients are looked at before any weight changes
         work, number = [], 0
@@ -277,7 +255,7 @@ class FOAM(Optimizer):
     def _work(self, group: dict[str, Any], params: Iterable[tuple[int, Tensor]]) -> list[Work]:
         """What a step has to do for these (number, parameter) pairs of one group: a list of slots for each backend."""
         h = hyper(group)
-        slots: dict[str, list[Slot]] = {}
+        slots: dict[Backend, list[Slot]] = {}
         chosen: dict[tuple[Any, ...], list[Slot]] = {}
         wanted: dict[tuple[Any, ...], Any] = {}
         for i, p in params:
@@ -296,15 +274,15 @@ class FOAM(Optimizer):
                 kind = (p.device, p.dtype, p.ndim, p.is_contiguous(), type(p), type(g), *map(type, kept.values()))
                 if kind not in chosen:
                     backend = choose(self.backend, p, group, (g, *kept.values()))
-                    chosen[kind] = slots.setdefault(backend.name, [])
+                    chosen[kind] = slots.setdefault(backend, [])
                 check_held(p, g, kept)
                 chosen[kind].append(Slot(p, g, kept, i))
-        return [(h, group["rule"], name, batch) for name, batch in slots.items()]
+        return [(h, backend, batch) for backend, batch in slots.items()]
 
     def _perform(self, work: list[Work]) -> None:
-        for h, rule, backend, slots in work:
+        for h, backend, slots in work:
             torch._foreach_add_([slot.state["step"] for slot in slots], 1)
-            BACKENDS[backend].update(slots, h, rule)
+            backend.update(slots, h)
 
     # ------------------------------------------------------------------ diagnostics
 
@@ -344,7 +322,7 @@ class FOAM(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("backend", None)
-        self.__dict__.setdefault("_given", [])
+        self.__dict__.setdefault("_rates", Rates())
         for group in (self.defaults, *self.param_groups):
             group.update(upgraded(group))
         for kept in self.state.values():

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fold import Level, fold, unfold, width
+from .fold import Level, check_level, fold, row_length, unfold, width
+from .values import PAIR, RATE, SWITCH, Kind, choice, number, option
 
 SECOND_MOMENTS = ("mean_square", "square_mean")
 BIAS_CORRECTIONS = ("moments", "whole")
@@ -28,25 +29,30 @@ LARGEST = 2.0**127
 
 @dataclass(frozen=True)
 class Hyper:
-    """The scalars of one step, the same for every parameter of a group."""
+    """What the equations read of a group's options, the same for every parameter of it."""
 
-    lr: float | Tensor
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    level: Level = 2
-    scale: float = 1.0  # alpha: multiplies lr
-    residual: float = 1.0  # rho: how much of the residual each weight gets back
-    second_moment: str = "mean_square"
-    bias_correction: str = "moments"  # what it covers: the averages, or M and V whole
-    residual_in_v: float = 0.1  # kappa: how much of the residual's square V gets
-    maximize: bool = False
-    stochastic: bool = True  # rounding of bfloat16 and 8-bit storage; see quant.py
-    seed: int = 0
-    momentum: float = 0.95  # muon only, as are the next two
-    nesterov: bool = True
-    adjust_lr: str = "original"
+    lr: float | Tensor = option(1e-3, RATE)
+    betas: tuple[float, float] = option((0.9, 0.999), PAIR, rules=("adam", "mini"))
+    eps: float = option(1e-8, number())
+    weight_decay: float = option(1e-2, number())
+    level: Level = option(2, Kind(lambda name, value: check_level(value)), kept=True, plain=0)
+    scale: float = option(1.0, number(), plain=1.0)  # alpha: multiplies lr
+    residual: float = option(1.0, number())  # rho: how much of the residual each weight gets back
+    second_moment: str = option("mean_square", choice(SECOND_MOMENTS), rules=("adam",), kept=True)
+    bias_correction: str = option("moments", choice(BIAS_CORRECTIONS), rules=("adam", "mini"))
+    residual_in_v: float = option(0.1, number(), rules=("adam",))  # kappa: how much of the residual's square V gets
+    momentum: float = option(0.95, number(below=1), rules=("muon",))
+    nesterov: bool = option(True, SWITCH, rules=("muon",))
+    adjust_lr: str = option("original", choice(LR_ADJUSTMENTS), rules=("muon",))
+    maximize: bool = option(False, SWITCH)
+
+    @property
+    def beta1(self) -> float:
+        return self.betas[0]
+
+    @property
+    def beta2(self) -> float:
+        return self.betas[1]
 
 
 def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, t: float | Tensor, h: Hyper) -> None:
@@ -62,30 +68,24 @@ def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, t: float | Tensor, h: Hyper
     bias_correction="whole", as in the paper, divides M and V whole: (unfold(m) + rho r) / (1 - beta1^t), and V alike.
     Shapes: p, g [*lead, C]; m, v [*lead, W]. `t` is 1 at the first step. At most three full-size temporaries.
     """
-    C = p.shape[-1] if p.ndim else 1
-    sign = -1 if h.maximize else 1
-    f = fold(g, h.level).mul_(sign)
+    f = _fold(g, h)
     # m <- beta1 m + (1 - beta1) fold(g)
     m.lerp_(f, 1 - h.beta1)
     # v <- beta2 v + (1 - beta2) s(g)
-    mean_square = h.second_moment == "mean_square"
-    s = (fold(g.square(), h.level) if mean_square else f.square()).clamp_(max=LARGEST)
-    v.mul_(h.beta2).add_(s, alpha=1 - h.beta2)
-    del s
+    v.mul_(h.beta2).add_(_square(g, f, h), alpha=1 - h.beta2)
     # M = unfold(m) / (1 - beta1^t) + rho r,   V = unfold(v) / (1 - beta2^t) + kappa rho^2 r^2
     first, second = 1 - h.beta1**t, 1 - h.beta2**t
-    M, V = unfold(m, h.level, C), unfold(v, h.level, C)
+    M, V = unfold(m, h.level, row_length(p)), unfold(v, h.level, row_length(p))
     if h.bias_correction == "moments":
         M, V = M.div_(first), V.div_(second)
-    if h.level != 0 and h.residual:
-        r = unfold(f, h.level, C).sub_(g, alpha=sign).mul_(-h.residual)
+    if _restores(h):
+        r = _minus_r(f, g, h).mul_(-h.residual)
         M.add_(r)
         V.addcmul_(r, r, value=h.residual_in_v)
     if h.bias_correction == "whole":
         M, V = M.div_(first), V.div_(second)
     # p <- p - lr weight_decay p
-    if h.weight_decay:
-        p.mul_(1 - h.lr * h.weight_decay)
+    _decay(p, h)
     # p <- p - lr alpha M / (sqrt(V) + eps)
     p.sub_(M.div_(V.sqrt_().add_(h.eps)).mul_(h.lr * h.scale))
 
@@ -95,53 +95,64 @@ def mini(p: Tensor, g: Tensor, m: Tensor, v: Tensor, t: float | Tensor, h: Hyper
 
         m <- beta1 m + (1 - beta1) fold(g)
         v <- beta2 v + (1 - beta2) mean(g^2 over the row)
-        M  = unfold(m) / (1 - beta1^t) + rho r            or (unfold(m) + rho r) / (1 - beta1^t), as in `adam`
+        M  = unfold(m) / (1 - beta1^t) + rho r            r = g - unfold(fold(g))
+        V  = v / (1 - beta2^t)
         p <- p - lr weight_decay p
-        p <- p - lr alpha M / (sqrt(v / (1 - beta2^t)) + eps)
+        p <- p - lr alpha M / (sqrt(V) + eps)
 
-    Shapes: p, g [*lead, C]; m [*lead, W]; v [*lead, 1]. Source: Zhang et al., Adam-mini, arXiv 2406.16793.
+    bias_correction="whole" divides M whole, as in `adam`. Shapes: p, g [*lead, C]; m [*lead, W]; v [*lead, 1].
+    Source: Zhang et al., Adam-mini, arXiv 2406.16793.
     """
-    if h.maximize:
-        g = -g
-    f = fold(g, h.level)
+    f = _fold(g, h)
     # m <- beta1 m + (1 - beta1) fold(g)
     m.lerp_(f, 1 - h.beta1)
     # v <- beta2 v + (1 - beta2) mean(g^2)
     v.mul_(h.beta2).add_(fold(g.square(), "row").clamp_(max=LARGEST), alpha=1 - h.beta2)
-    first = 1 - h.beta1**t
-    M = _restored(m, f, g, h).div_(first) if h.bias_correction == "whole" else _restored(m / first, f, g, h)
-    if h.weight_decay:
-        p.mul_(1 - h.lr * h.weight_decay)
-    # p <- p - lr alpha M / (sqrt(v / (1 - beta2^t)) + eps)
-    V = v.div(1 - h.beta2**t).sqrt_().add_(h.eps)
-    p.sub_(M.div_(V).mul_(h.lr * h.scale))
+    # M = unfold(m) / (1 - beta1^t) + rho r,   V = v / (1 - beta2^t)
+    first, second = 1 - h.beta1**t, 1 - h.beta2**t
+    M, V = unfold(m, h.level, row_length(p)), v.div(second)
+    if h.bias_correction == "moments":
+        M = M.div_(first)
+    if _restores(h):
+        M.add_(_minus_r(f, g, h), alpha=-h.residual)
+    if h.bias_correction == "whole":
+        M = M.div_(first)
+    # p <- p - lr weight_decay p
+    _decay(p, h)
+    # p <- p - lr alpha M / (sqrt(V) + eps)
+    p.sub_(M.div_(V.sqrt_().add_(h.eps)).mul_(h.lr * h.scale))
 
 
 def muon(p: Tensor, g: Tensor, m: Tensor, t: float | Tensor, h: Hyper) -> None:
     """FOAM with Muon: the momentum is folded, the residual re-added, the whole orthogonalised.
 
         m <- mu m + (1 - mu) fold(g)
-        M  = unfold(m) + rho r;   u = (1 - mu) g + mu M  (nesterov)  or  M
+        M  = unfold(m) + rho r                            r = g - unfold(fold(g))
+        u  = (1 - mu) g + mu M                            or M without nesterov
         p <- p - lr weight_decay p
-        p <- p - lr alpha adjust(R, C) orthogonal(u)
+        p <- p - lr alpha adjust orthogonal(u)            adjust = sqrt(max(1, R / C)) for "original",
+                                                          0.2 sqrt(max(R, C)) for "match_rms_adamw"
 
-    adjust is sqrt(max(1, R / C)) ("original") or 0.2 sqrt(max(R, C)) ("match_rms_adamw"). At level 0 this is
-    torch.optim.Muon. A 3-D parameter is a stack of matrices (experts); one of more dimensions (a convolution) is seen
-    as [first, product of the others]. Shapes: p, g [*lead, C]; m [*lead, W]. Source: torch.optim.Muon (2.13).
+    At level 0 this is torch.optim.Muon. A 3-D parameter is a stack of matrices (experts); one of more dimensions (a
+    convolution) is seen as [first, product of the others]. Shapes: p, g [*lead, C]; m [*lead, W]. Source:
+    torch.optim.Muon (2.13).
     """
-    if h.maximize:
-        g = -g
-    f = fold(g, h.level)
+    f = _fold(g, h)
     # m <- mu m + (1 - mu) fold(g)
     m.lerp_(f, 1 - h.momentum)
-    M = _restored(m, f, g, h)
-    u = g.lerp(M, h.momentum) if h.nesterov else M
-    if u.ndim > 3:
-        u = u.flatten(1)
+    # M = unfold(m) + rho r
+    M = unfold(m, h.level, row_length(p))
+    if _restores(h):
+        M.add_(_minus_r(f, g, h), alpha=-h.residual)
+    # u = (1 - mu) g + mu M  (nesterov)  or  M
+    u = (-g if h.maximize else g).lerp(M, h.momentum) if h.nesterov else M
+    u = u.flatten(1) if u.ndim > 3 else u
+    # adjust = sqrt(max(1, R / C))  or  0.2 sqrt(max(R, C))
     R, C = u.shape[-2:]
     adjust = max(1.0, R / C) ** 0.5 if h.adjust_lr == "original" else 0.2 * max(R, C) ** 0.5
-    if h.weight_decay:
-        p.mul_(1 - h.lr * h.weight_decay)
+    # p <- p - lr weight_decay p
+    _decay(p, h)
+    # p <- p - lr alpha adjust orthogonal(u)
     u, rate = orthogonal(u, h.eps).view_as(p), h.lr * h.scale * adjust
     if isinstance(rate, Tensor):
         p.sub_(u.to(p.dtype).mul_(rate))
@@ -149,13 +160,35 @@ def muon(p: Tensor, g: Tensor, m: Tensor, t: float | Tensor, h: Hyper) -> None:
         p.add_(u, alpha=-rate)  # as torch.optim.Muon adds it, to the bit
 
 
-def _restored(m: Tensor, f: Tensor, g: Tensor, h: Hyper) -> Tensor:
-    """M = unfold(m) + rho r, full size; f = fold(g)."""
-    C = g.shape[-1] if g.ndim else 1
-    M = unfold(m, h.level, C)
-    if h.level != 0 and h.residual:
-        M.add_(unfold(f, h.level, C).sub_(g), alpha=-h.residual)
-    return M
+def _fold(g: Tensor, h: Hyper) -> Tensor:
+    """f = fold(g), [*lead, W]."""
+    return fold(g, h.level).mul_(_sign(h))
+
+
+def _square(g: Tensor, f: Tensor, h: Hyper) -> Tensor:
+    """s(g) = fold(g^2) or fold(g)^2, [*lead, W]; f = fold(g)."""
+    return (fold(g.square(), h.level) if h.second_moment == "mean_square" else f.square()).clamp_(max=LARGEST)
+
+
+def _restores(h: Hyper) -> bool:
+    """Whether any residual returns: folding leaves something out, and rho is not 0."""
+    return h.level != 0 and h.residual != 0
+
+
+def _minus_r(f: Tensor, g: Tensor, h: Hyper) -> Tensor:
+    """-r = unfold(f) - g, full size; f = fold(g)."""
+    return unfold(f, h.level, row_length(g)).sub_(g, alpha=_sign(h))
+
+
+def _sign(h: Hyper) -> int:
+    """What g counts for: under `maximize` each g of the equations is -g. A sign saves its full-size copy."""
+    return -1 if h.maximize else 1
+
+
+def _decay(p: Tensor, h: Hyper) -> None:
+    """p <- p - lr weight_decay p"""
+    if h.weight_decay:
+        p.mul_(1 - h.lr * h.weight_decay)
 
 
 def orthogonal(u: Tensor, eps: float) -> Tensor:

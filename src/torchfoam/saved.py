@@ -13,15 +13,13 @@ from torch.optim import Optimizer
 
 from .memory import held
 from .names import places
-from .options import check
+from .options import IDENTITY, check
 from .quant import decode
 from .state import check_kept, new_state
 
 FORMAT = 2  # version of the state dict; rises when an older one needs translating
 # format 1 had the paper's rule alone, and a float32 `step`
 FORMAT_1 = {"bias_correction": "whole", "residual_in_v": 1.0}
-# a state dict that differs in one of these belongs to another algorithm: loading it is refused
-IDENTITY = ("rule", "level", "second_moment", "state")
 
 
 def upgraded(group: Mapping[str, Any]) -> dict[str, Any]:

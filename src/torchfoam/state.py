@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .fold import row_length
 from .quant import GROUP, Key, decode, encode, round_stochastic
 from .rules import MOMENTS, moment_width
 from .shard import sharded
@@ -26,7 +27,7 @@ def new_state(p: Tensor, group: Mapping[str, Any], device: str | None = None) ->
     step_device = where if group["capturable"] else device or "cpu"
     state = {"step": torch.zeros((), dtype=torch.int32, device=step_device)}
     dtype = moment_dtype(p, group["state"])
-    C = p.shape[-1] if p.ndim else 1
+    C = row_length(p)
     for name in MOMENTS[group["rule"]]:
         W = moment_width(group["rule"], name, group["level"], C)
         state[name] = torch.zeros((*p.shape[:-1], W) if p.ndim else (), dtype=dtype, device=where)
@@ -61,7 +62,7 @@ def follow(p: Tensor, kept: dict[str, Tensor], group: Mapping[str, Any]) -> dict
 def fits(p: Tensor, kept: Mapping[str, Tensor], group: Mapping[str, Any], wanted: dict[tuple[Any, ...], Any]) -> bool:
     """Whether `kept` is what p and its group now ask for. `wanted` is the caller's, empty at first: what each moment's
     width and dtype should be, worked out once a group for all p alike."""
-    C = p.shape[-1] if p.ndim else 1
+    C = row_length(p)
     if (want := wanted.get((C, p.dtype, p.ndim > 1))) is None:
         rule, level = group["rule"], group["level"]
         widths = {name: moment_width(rule, name, level, C) for name in MOMENTS[rule]}
@@ -92,8 +93,7 @@ def check_kept(p: Tensor, kept: Mapping[str, Tensor], group: Mapping[str, Any]) 
 
 
 def state_bytes(p: Tensor, group: Mapping[str, Any]) -> int:
-    """Bytes of `new_state(p, group)`; options the group does not state are FOAM's defaults."""
-    group = {"state": "float32", "capturable": False, "rule": "adam", **group}
+    """Bytes of `new_state(p, group)`."""
     return sum(x.numel() * x.element_size() for x in new_state(p, group, device="meta").values())
 
 

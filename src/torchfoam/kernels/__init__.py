@@ -1,100 +1,12 @@
-"""The table of backends: who can perform a step here, and why the others cannot.
+"""The backends: a file for each, and the table of them in `backend.py`."""
 
-A backend changes parameters and states in place, for a whole group at once, and returns nothing. All share one
-signature, `update(slots, h, rule)`; the eager one is the plain-torch twin that the others are held against.
-"""
+from . import cpu, eager, triton
+from .backend import BACKENDS, Backend, Slot, backends, choose, named
 
-from __future__ import annotations
+BACKENDS.update(
+    eager=Backend("eager", eager.unavailable, eager.refuses, eager.update, wrapper=eager.wrapper),
+    cpu=Backend("cpu", cpu.unavailable, cpu.refuses, cpu.update),
+    triton=Backend("triton", triton.unavailable, triton.refuses, triton.update),
+)
 
-import functools
-import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
-
-from torch import Tensor
-
-from ..memory import imagined, whole
-from ..options import known_value
-from ..rules import Hyper
-from ..shard import sharded
-
-
-class Slot(NamedTuple):
-    """What a step needs of one parameter."""
-
-    p: Tensor
-    g: Tensor
-    state: dict[str, Tensor]  # "step" (already counting this step) and the moments
-    number: int  # the parameter's place among all of the optimizer's: seeds its rounding noise
-
-
-def no_memory(p: Tensor, group: dict[str, object]) -> str | None:
-    return f"it reads memory, of which a {type(p).__name__} has none of its own"
-
-
-@dataclass(frozen=True)
-class Backend:
-    """One way to perform a step."""
-
-    name: str
-    unavailable: Callable[[], str | None]  # why it cannot run on this machine, or None
-    # why it cannot take (parameter, group), or None; of p only type, device, dtype, ndim and contiguity matter
-    refuses: Callable[[Tensor, dict[str, object]], str | None]
-    update: Callable[[Sequence[Slot], Hyper, str], None]
-    # why it cannot step a wrapper of other tensors, which has no memory to point to, or None
-    wrapper: Callable[[Tensor, dict[str, object]], str | None] = no_memory
-
-
-from . import cpu, eager, triton  # noqa: E402  (the entries need the types above)
-
-BACKENDS: dict[str, Backend] = {
-    "eager": Backend("eager", eager.unavailable, eager.refuses, eager.update, wrapper=eager.wrapper),
-    "cpu": Backend("cpu", cpu.unavailable, cpu.refuses, cpu.update),
-    "triton": Backend("triton", triton.unavailable, triton.refuses, triton.update),
-}
-
-
-def backends() -> dict[str, str]:
-    """What can perform a step on this machine: name -> "ok", or the reason why not.
-
-    >>> backends()["eager"]
-    'ok'
-    """
-    return {name: b.unavailable() or "ok" for name, b in BACKENDS.items()}
-
-
-def choose(name: str | None, p: Tensor, group: dict[str, object], others: Iterable[Tensor] = ()) -> Backend:
-    """The backend for one parameter: the named one, or a ValueError with the reason; None takes the fastest.
-
-    `others` are its gradient and state. A warning, once a process, says what a faster one that would take the parameter
-    lacks.
-    """
-    if not whole(p) and (reason := sharded(p)):
-        raise ValueError(f"FOAM cannot be used on a parameter of shape {tuple(p.shape)}: {reason}")
-    for x in others:
-        if not whole(x) and not (imagined(x) and imagined(p)):
-            raise ValueError(
-                f"FOAM cannot step a {type(p).__name__} of shape {tuple(p.shape)} whose gradient or state is a "
-                f"{type(x).__name__}: gradients must be plain, and an optimizer made anew when weights change"
-            )
-    if name is not None:
-        backend = BACKENDS[known_value("backend", name, BACKENDS)]
-        if reason := backend.unavailable() or _objection(backend, p, group):
-            raise ValueError(f"backend {name!r} cannot be used: {reason}")
-        return backend
-    for backend in reversed(BACKENDS.values()):
-        if (objection := _objection(backend, p, group)) is None:
-            if (reason := backend.unavailable()) is None:
-                return backend
-            _warn_once(backend.name, reason)
-    raise ValueError(f"FOAM cannot be used on a {type(p).__name__} of shape {tuple(p.shape)}: {objection}")
-
-
-def _objection(backend: Backend, p: Tensor, group: dict[str, object]) -> str | None:
-    return (backend.refuses if whole(p) else backend.wrapper)(p, group)
-
-
-@functools.cache
-def _warn_once(name: str, reason: str) -> None:
-    warnings.warn(f"torchfoam steps without its {name!r} backend, several times slower: {reason}", stacklevel=2)
+__all__ = ["BACKENDS", "Backend", "Slot", "backends", "choose", "cpu", "eager", "named", "triton"]

@@ -18,19 +18,17 @@ import shutil
 import subprocess
 import tempfile
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..fold import block
+from ..options import Options
 from ..quant import GROUP
-from ..rules import Hyper
-
-if TYPE_CHECKING:
-    from . import Slot
+from .backend import Slot
 
 SOURCE = Path(__file__).with_name("cpu.c")
 # no -ffast-math: NaN and infinity must come out as they do from the eager rule
@@ -166,7 +164,7 @@ def unavailable() -> str | None:
     return found if isinstance(found, str) else None
 
 
-def refuses(p: Tensor, group: dict[str, object]) -> str | None:
+def refuses(p: Tensor, group: Mapping[str, Any]) -> str | None:
     if group["rule"] != "adam":
         return f"the CPU kernel has only the adam rule, not {group['rule']!r}"
     if p.device.type != "cpu":
@@ -176,7 +174,7 @@ def refuses(p: Tensor, group: dict[str, object]) -> str | None:
     return None
 
 
-def update(slots: Sequence[Slot], h: Hyper, rule: str) -> None:
+def update(slots: Sequence[Slot], h: Options) -> None:
     """One step of the adam rule for every slot, in place, in one call."""
     function = _library()
     if isinstance(function, str):
@@ -184,7 +182,7 @@ def update(slots: Sequence[Slot], h: Hyper, rule: str) -> None:
     step(function, slots, h, torch.get_num_threads(), torch_threads())
 
 
-def step(function: Callable[..., int], slots: Sequence[Slot], h: Hyper, threads: int, parallel: int | None) -> None:
+def step(function: Callable[..., int], slots: Sequence[Slot], h: Options, threads: int, parallel: int | None) -> None:
     """`update` with everything it depends on as an argument."""
     scalars = Scalars(
         float(h.lr), h.beta1, h.beta2, h.eps, h.weight_decay, h.scale, h.residual, h.residual_in_v,
@@ -220,7 +218,7 @@ def step(function: Callable[..., int], slots: Sequence[Slot], h: Hyper, threads:
         raise MemoryError("the CPU kernel could not allocate its partial sums")
 
 
-def _step_by_copy(function: Callable[..., int], slot: Slot, h: Hyper, threads: int, parallel: int | None) -> None:
+def _step_by_copy(function: Callable[..., int], slot: Slot, h: Options, threads: int, parallel: int | None) -> None:
     """For tensors with gaps or another order of dimensions: the step on contiguous copies, one parameter at a time."""
     kept = {"p": slot.p, **slot.state}
     flat = {name: x.contiguous() for name, x in kept.items()}

@@ -5,21 +5,19 @@ Runs wherever torch runs. Arithmetic is float32, or float64 for float64 paramete
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..memory import imagined
-from ..options import hyper
+from ..options import Options, hyper
 from ..quant import noise_key
-from ..rules import MOMENTS, RULES, Hyper
+from ..rules import MOMENTS, RULES
 from ..state import close, new_state, open_moment
-
-if TYPE_CHECKING:
-    from . import Slot
+from .backend import Slot
 
 # Entries of a parameter that are opened at once: codes and their noise take some 45 bytes an entry meanwhile. On a GPU
 # slabs must be large, or launching them takes longer than the work.
@@ -30,11 +28,11 @@ def unavailable() -> str | None:
     return None
 
 
-def refuses(p: Tensor, group: dict[str, object]) -> str | None:
+def refuses(p: Tensor, group: Mapping[str, Any]) -> str | None:
     return None
 
 
-def wrapper(p: Tensor, group: dict[str, Any]) -> str | None:
+def wrapper(p: Tensor, group: Mapping[str, Any]) -> str | None:
     if imagined(p):
         return None
     kind = (type(p), p.dtype, p.ndim, group["rule"], group["level"], group["state"])
@@ -47,28 +45,26 @@ def wrapper(p: Tensor, group: dict[str, Any]) -> str | None:
 _tried: dict[tuple[Any, ...], str | None] = {}
 
 
-def _trial(p: Tensor, group: dict[str, Any]) -> str | None:
+def _trial(p: Tensor, group: Mapping[str, Any]) -> str | None:
     """What goes wrong when a copy of p, a wrapper with arithmetic of its own, takes a step; None if it moves."""
-    from . import Slot
-
     with torch.no_grad():
         try:
             q = p.detach().clone()
             state = new_state(p, group)
             state["step"] += 1
             h = replace(hyper(group), lr=1.0, scale=1.0)
-            _step(Slot(q, torch.ones(q.shape, dtype=q.dtype, device=q.device), state, 0), 0, h, group["rule"])
+            _step(Slot(q, torch.ones(q.shape, dtype=q.dtype, device=q.device), state, 0), 0, h)
             return None if bool((q.to(torch.float32) != p.to(torch.float32)).any()) else "its weights do not move"
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             return f"torch does not know the arithmetic ({lines[0]:.200})"
 
 
-def update(slots: Sequence[Slot], h: Hyper, rule: str) -> None:
-    """One step of `rule` for every slot, in place."""
+def update(slots: Sequence[Slot], h: Options) -> None:
+    """One step for every slot, in place."""
     for slot in slots:
-        for part, row in parts(slot, rule):
-            _step(part, row, h, rule)
+        for part, row in parts(slot, h.rule):
+            _step(part, row, h)
 
 
 def parts(slot: Slot, rule: str) -> Iterator[tuple[Slot, int]]:
@@ -89,10 +85,10 @@ def parts(slot: Slot, rule: str) -> Iterator[tuple[Slot, int]]:
         yield slot._replace(p=q, g=g, state={"step": slot.state["step"], **dict(zip(kept, moments))}), k * rows
 
 
-def _step(slot: Slot, row: int, h: Hyper, rule: str) -> None:
+def _step(slot: Slot, row: int, h: Options) -> None:
     dtype = torch.float64 if slot.p.dtype == torch.float64 else torch.float32
     p = slot.p.to(dtype)
-    moments = [open_moment(slot.state, name, dtype) for name in MOMENTS[rule]]
+    moments = [open_moment(slot.state, name, dtype) for name in MOMENTS[h.rule]]
     step = slot.state["step"]
     t: float | Tensor = step  # left on its device: the host must not wait for it, nor can a CUDA graph
     if step.device.type == "cpu":
@@ -100,9 +96,9 @@ def _step(slot: Slot, row: int, h: Hyper, rule: str) -> None:
     elif step.is_cuda:
         t = step.double()  # 1 - 0.999 in float32 is off by 1e-5
     count = step.to(torch.int64) if isinstance(t, Tensor) else int(t)
-    RULES[rule](p, slot.g.to(dtype), *moments, t, h)
+    RULES[h.rule](p, slot.g.to(dtype), *moments, t, h)
     keyed = {"p": slot.p, **slot.state}
-    for stream, (name, x) in enumerate(zip(("p", *MOMENTS[rule]), (p, *moments))):
+    for stream, (name, x) in enumerate(zip(("p", *MOMENTS[h.rule]), (p, *moments))):
         narrow = h.stochastic and keyed[name].dtype in (torch.bfloat16, torch.uint8)
         key = noise_key(h.seed, count, slot.number, stream) if narrow else None
         close(keyed, name, x, key, first=row * keyed[name].shape[-1] if row else 0)

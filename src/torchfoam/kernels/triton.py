@@ -16,25 +16,23 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from ctypes import c_float
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..fold import Level, block
+from ..fold import Level, block, row_length
+from ..options import Options
 from ..quant import mix
-from ..rules import Hyper
 from ..state import moment_dtype
-
-if TYPE_CHECKING:
-    from . import Slot
+from .backend import Slot
 
 TILE = 2048  # entries a program holds, where a block is not longer
 LONGEST = 16384  # the longest block held in registers
@@ -90,12 +88,12 @@ def unavailable() -> str | None:
     return None
 
 
-def refuses(p: Tensor, group: dict[str, object]) -> str | None:
+def refuses(p: Tensor, group: Mapping[str, Any]) -> str | None:
     if group["rule"] != "adam":
         return f"it has no rule {group['rule']!r}, only 'adam'"
     if p.dtype not in DTYPES:
         return f"it takes float32, bfloat16 and float16 parameters, not {p.dtype}"
-    if moment_dtype(p, str(group["state"])) not in DTYPES:
+    if moment_dtype(p, group["state"]) not in DTYPES:
         return f"it keeps float32, bfloat16 and float16 moments, not state={group['state']!r}"
     if not (p.is_cuda or (interpreted() and p.device.type == "cpu")):
         return f"it runs on CUDA devices, the parameter is on {p.device}"
@@ -104,8 +102,8 @@ def refuses(p: Tensor, group: dict[str, object]) -> str | None:
     return None
 
 
-def update(slots: Sequence[Slot], h: Hyper, rule: str) -> None:
-    """One step of `rule` for every slot, in place: a launch per kind of tensor, device and step count."""
+def update(slots: Sequence[Slot], h: Options) -> None:
+    """One step of the adam rule for every slot, in place: a launch per kind of tensor, device and step count."""
     batches: dict[Any, list[Slot]] = {}
     for slot in slots:
         step = slot.state["step"]
@@ -122,7 +120,7 @@ def on_device(step: Tensor) -> bool:
     return step.is_cuda
 
 
-def launch(todo: Plan, t: int | None, h: Hyper) -> None:
+def launch(todo: Plan, t: int | None, h: Options) -> None:
     """Start the kernels of a plan; `t` None means that each tensor's step count is read on the device."""
     from .triton_adam import adam_long, adam_tile
 
@@ -210,7 +208,7 @@ def build(slots: Sequence[Slot], level: Level, signature: tuple[Any, ...], spare
 def describe(slot: Slot, level: Level) -> tuple[tuple[Any, ...], int, list[int]]:
     """The kind of launch that fits a tensor (long, K, BP, flat, aligned, dtypes), its programs, its table fields."""
     p, g, m, v = slot.p, slot.g, slot.state["m"], slot.state["v"]
-    C = p.shape[-1] if p.ndim else 1
+    C = row_length(p)
     B = block(level, C)
     BP = 1 << (B - 1).bit_length()
     long = BP > LONGEST
