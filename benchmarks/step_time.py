@@ -2,6 +2,6 @@
 
 import sys
 
-from foamlab.cli.commands import main
+from foamlab.cli import main
 
 sys.exit(main(["bench", "step", *sys.argv[1:]]))

@@ -1,4 +1,4 @@
-"""Tables of plain text, as wide as what they are shown on."""
+"""Plain text for people: numbers, bytes, and tables as wide as what they are shown on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,27 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 LEAST = 24  # letters: a text in less than that is set below its row instead
+
+
+def count(n: int) -> str:
+    """How many, in three or more figures.
+
+    >>> count(1_840_256), count(6_738_415_616)
+    ('1.8 M', '6.74 B')
+    """
+    return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.1f} M"
+
+
+def gb(size: float) -> str:
+    """Bytes in decimal units.
+
+    >>> gb(13.48e9), gb(7361024), gb(152)
+    ('13.5 GB', '7.4 MB', '152 B')
+    """
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(size) >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size:.0f} B"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], width: int | None = None) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 import foamlab
-from foamlab.cli import commands
+from foamlab.cli import main
 from foamlab.config import ModelConfig
 from foamlab.errors import UserError
 from foamlab.models import architectures
@@ -191,7 +191,7 @@ def test_the_rest_gets_a_line(tmp_path: Path, name: str, capsys: pytest.CaptureF
         foamlab.plan(str(tmp_path / "config.json"), sequence=16)
     with pytest.raises(UserError):
         train(small.config(tmp_path, tmp_path / "run", model=str(tmp_path)))
-    assert commands.main(["plan", str(tmp_path), "--gpu", "1GB"]) == 2
+    assert main(["plan", str(tmp_path), "--gpu", "1GB"]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 

@@ -10,7 +10,7 @@ import pytest
 import small
 import torch
 
-from foamlab.cli.commands import main
+from foamlab.cli import main
 from foamlab.errors import UserError
 from foamlab.studies import bench
 

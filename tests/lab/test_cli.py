@@ -13,8 +13,8 @@ import sys
 import pytest
 import yaml
 
-from foamlab.cli import arguments, run_display
-from foamlab.cli.commands import COMMANDS, main
+from foamlab.cli import arguments, main, run_display
+from foamlab.cli.commands import commands
 from foamlab.config import RunConfig
 
 # a run of seconds
@@ -41,7 +41,7 @@ def settings(capsys, *args):
 # ---------------------------------------------------------------------------------------------- help
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)])
+@pytest.mark.parametrize("words", [["--help"], ["--version"], *([name, "--help"] for name in commands())])
 def test_help_loads_nothing_heavy(words):
     """What makes --help slow is an import: 2 s for torch alone."""
     heavy = "{'torch', 'transformers', 'numpy', 'tokenizers', 'plotly', 'rich', 'torchfoam'}"
@@ -51,19 +51,20 @@ def test_help_loads_nothing_heavy(words):
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", commands())
 def test_every_command_teaches_with_examples_that_parse(name, capsys):
-    command = COMMANDS[name]
+    command = commands()[name]
+    assert command.name == name
     assert main([name, "--help"]) == 0
     shown = capsys.readouterr().out
     assert command.function.__doc__.splitlines()[0] in shown.replace("\n", " ")
-    for line in command.examples.splitlines():
+    for line in command.examples:
         assert line in shown
         program, called, *rest = shlex.split(line.partition(">")[0])
         assert (program, called) == ("foamlab", name)
         if "--resume" in rest:
             rest = rest[: rest.index("--resume")]
-        arguments.parse(name, command.function, [word for word in rest if word not in ("my.yaml", "--print_config")])
+        arguments.parse(command, [word for word in rest if word not in ("my.yaml", "--print_config")])
 
 
 def test_no_command_is_an_error_that_helps(capsys):
@@ -356,7 +357,7 @@ def test_the_library_alone_says_what_the_lab_needs(
 @pytest.mark.parametrize("how", [["--model.name", "MODEL"], ["--model.name=MODEL"], ["--model.name=org/name"]])
 def test_a_preset_leaves_the_tokenizer_to_a_model_that_brings_one(tmp_path, how):
     def tokenizer(*words: str) -> str:
-        (config,), _ = arguments.parse("train", COMMANDS["train"].function, list(words))
+        (config,), _ = arguments.parse(commands()["train"], list(words))
         return config.data.tokenizer
 
     words = [word.replace("MODEL", str(tmp_path)) for word in how]

@@ -11,7 +11,7 @@ import pytest
 from test_contestpage import make_contest
 from test_report import make_run
 
-from foamlab.cli.commands import main
+from foamlab.cli import main
 from foamlab.contest import inventory
 from foamlab.errors import UserError
 from foamlab.text import fitted, table, widest

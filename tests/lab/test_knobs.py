@@ -13,7 +13,7 @@ import yaml
 
 from foamlab import config, optimizers
 from foamlab import settings as knobs
-from foamlab.cli.commands import main
+from foamlab.cli import main
 from foamlab.config import FOAM_OPTIONS, OptimizerConfig, RunConfig, plain
 from foamlab.errors import UserError
 from foamlab.training.run import train

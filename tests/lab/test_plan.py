@@ -11,7 +11,7 @@ from torch import nn
 
 import foamlab
 from foamlab import machine, models, optimizers
-from foamlab.cli import commands
+from foamlab.cli import main
 from foamlab.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from foamlab.errors import UserError
 from foamlab.memory import advise, simulate
@@ -404,27 +404,27 @@ def test_bad_input(call, said):
 def test_the_command(tmp_path, capsys):
     files = [tmp_path / f"plan.{kind}" for kind in ("html", "json", "yaml", "png")]
     args = ["plan", "llama-1m", "--gpu", "1GB", "--data.sequence", "64", "--write", ",".join(map(str, files))]
-    assert commands.main(args) == 0
+    assert main(args) == 0
     out = capsys.readouterr().out
     assert "vocabulary 4,096" in out and "of 1.0 GB: fits" in out and "adamw" in out
     assert all(f.stat().st_size > 1000 for f in files[:2] + files[3:])
     page = files[0].read_text()
     assert "default-src 'none'" in page and "https://" not in page.split("<script>")[0]
     assert json.loads(files[1].read_text())["asked"]["exact"]["weights"] == 7361024
-    assert commands.main(["train", str(files[2]), "--dry_run"]) == 0
+    assert main(["train", str(files[2]), "--dry_run"]) == 0
     capsys.readouterr()
     assert "tokenizer: bpe:4096" in files[2].read_text()
 
 
 def test_the_command_without_a_card_and_with_an_impossible_one(monkeypatch, capsys):
     monkeypatch.setattr(advise, "rivals", lambda planner, asked, everything: [])
-    assert commands.main(["plan", "llama-1m", "--data.sequence", "64", "--json"]) == 0
+    assert main(["plan", "llama-1m", "--data.sequence", "64", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["asked"]["device"] == "cpu"
-    assert commands.main(["plan", "llama-7b", "--chart", "--json"]) == 0
+    assert main(["plan", "llama-7b", "--chart", "--json"]) == 0
     assert 40.3e9 < json.loads(capsys.readouterr().out)["Adam"] < 40.5e9
-    assert commands.main(["plan", "llama-7b", "--gpu", "10GB"]) == 2
+    assert main(["plan", "llama-7b", "--gpu", "10GB"]) == 2
     assert "nothing fits 10GB" in capsys.readouterr().err
-    assert commands.main(["plan", "llama-1m", "--gpu", "1GB", "--write", "x.doc"]) == 2
+    assert main(["plan", "llama-1m", "--gpu", "1GB", "--write", "x.doc"]) == 2
 
 
 def test_check_is_shown(capsys):

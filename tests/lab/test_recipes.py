@@ -21,10 +21,12 @@ from safetensors.torch import load_file
 
 from foamlab import models, optimizers
 from foamlab.cli import arguments
+from foamlab.cli.command import Command
 from foamlab.config import RunConfig
 from foamlab.data.tokenizer import vocabulary
 from foamlab.memory import gpus
 from foamlab.memory.planner import Planner
+from foamlab.text import gb
 from foamlab.training import checkpoint
 from foamlab.training.loop import plain
 from foamlab.training.preview import preview
@@ -63,7 +65,7 @@ def parse(*words: str) -> RunConfig:
     def take(config: RunConfig) -> None:
         taken.append(config)
 
-    arguments.call("train", take, "", list(words))
+    arguments.call(Command(take, "run", "", ()), list(words))
     return taken[0]
 
 
@@ -126,7 +128,7 @@ def planned(row: list[str], *flags: str) -> str:
     c = parse(name, *flags)
     plan = Planner(c, gpus=int(n), card=card, vocabulary=vocabulary(c.data.tokenizer)[1]).plan(c)
     assert plan.total < 0.95 * gpus.memory(card)
-    return gpus.gb(plan.total).removesuffix(" GB")
+    return gb(plan.total).removesuffix(" GB")
 
 
 @pytest.mark.parametrize("row", MEMORY, ids=lambda row: row[0])

@@ -14,7 +14,9 @@ import small
 import test_sweep
 
 from foamlab import signals
-from foamlab.cli import commands, run_display
+from foamlab.cli import main, run_display
+from foamlab.cli.command import Command
+from foamlab.cli.commands import commands
 from foamlab.contest import runner
 from foamlab.training import checkpoint
 from foamlab.training.run import train
@@ -83,8 +85,8 @@ def test_before_a_run_has_begun_a_request_is_as_ctrl_c(number, monkeypatch, caps
         signal.raise_signal(number)
 
     before = signal.getsignal(number)
-    monkeypatch.setitem(commands.COMMANDS, "wait", commands.Command("", "", wait))
-    assert commands.main(["wait"]) == 130
+    monkeypatch.setitem(commands(), "wait", Command(wait, "run", "", ()))
+    assert main(["wait"]) == 130
     assert capsys.readouterr().err == "foamlab: interrupted\n" and signal.getsignal(number) is before
 
 
@@ -210,7 +212,7 @@ def test_a_closed_terminal_ends_the_command(home, tmp_path):
 def test_a_full_disk_under_the_output_is_one_line(words, monkeypatch, capsys):
     full = open("/dev/full", "w")  # noqa: SIM115
     monkeypatch.setattr(sys, "stdout", full)
-    assert commands.main(words.split()) == 2
+    assert main(words.split()) == 2
     full.close()  # as at exit: nothing is left to write
     assert capsys.readouterr().err == "foamlab: error: cannot write the output: No space left on device\n"
 
@@ -221,6 +223,6 @@ def test_a_closed_pipe_or_no_output_at_all_is_no_error(monkeypatch, capsys):
     pipe = os.fdopen(write, "w")
     for stream, words in ((pipe, "models"), (pipe, "train --help"), (None, "models"), (None, "train --help")):
         monkeypatch.setattr(sys, "stdout", stream)
-        assert commands.main(words.split()) == 0
+        assert main(words.split()) == 0
     pipe.close()  # as at exit: nothing is left to write
     assert capsys.readouterr().err == ""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_report import CHROMIUM, FRAMES, PROBE, browse
 
-from foamlab.cli.commands import main
+from foamlab.cli import main
 from foamlab.errors import UserError
 from foamlab.studies import convergence
 from foamlab.studies.convergence import Arm, Problem

@@ -19,7 +19,7 @@ import pytest
 import small
 import yaml
 
-from foamlab.cli.commands import main
+from foamlab.cli import main
 from foamlab.contest import design, runner, trial
 from foamlab.contest import folder as ledger
 from foamlab.contest.design import grids

@@ -19,8 +19,8 @@ import torch
 import yaml
 
 from foamlab import data, machine, models, optimizers
-from foamlab.cli import commands
 from foamlab.cli.arguments import parse
+from foamlab.cli.commands import commands
 from foamlab.config import RULE_OF_OLD, TrainConfig
 from foamlab.errors import UserError
 from foamlab.models.language import loss_fn, schedule
@@ -660,12 +660,12 @@ def test_a_run_of_old_resumes_and_begins_again_by_its_own_rule_and_data(home: Pa
     config.out = str(tmp_path / "run")
     train(config, on_event=stop_at(4))
     aged(tmp_path / "run")
-    (again,), _ = parse("train", commands.train, [str(tmp_path / "run" / "config.yaml")])
+    (again,), _ = parse(commands()["train"], [str(tmp_path / "run" / "config.yaml")])
     assert again.data.version == 1
     again.out = str(tmp_path / "again")
     train(again)
     same(tmp_path / "whole", tmp_path / "again")
-    (old,), _ = parse("train", commands.train, ["--resume", str(tmp_path / "run")])
+    (old,), _ = parse(commands()["train"], ["--resume", str(tmp_path / "run")])
     assert train(old, resume=tmp_path / "run").status == "done"
     same(tmp_path / "whole", tmp_path / "run")
     assert "version: 1" in (tmp_path / "run" / "config.yaml").read_text()

@@ -1,5 +1,5 @@
 """The command `foamlab`: the only package that prints."""
 
-from .commands import main
+from .main import main
 
 __all__ = ["main"]

@@ -1,15 +1,15 @@
 """From words to a call: presets, YAML files and flags become the arguments of a function.
 
 The function's signature is the flags, its docstring their help. Positional-only parameters become positional
-arguments; a parameter `config: RunConfig` brings a preset or YAML file first, and all settings as flags. What a word
-or a value may be, `knobs` says.
+arguments; a parameter `config: RunConfig` brings a preset or YAML file first, and all settings as flags. What a name
+or a value may be is in `settings`.
 """
 
 from __future__ import annotations
 
 import inspect
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -18,38 +18,39 @@ from .. import settings
 from ..config import FOAM_OPTIONS, RunConfig, of_old, plain
 from ..errors import UserError, known_name, nearest
 from ..files import parse_yaml, read_yaml
+from .command import Command
 
 PRESETS = Path(__file__).parents[1] / "presets"
-Function = Callable[..., int | str | None]
+YAML = (".yaml", ".yml")
 Words = list[str]
 Values = dict[str, Any]  # of settings, by their full names
 
 
-def call(name: str, function: Function, examples: str, args: Words) -> int | str | None:
-    """Parse the arguments of one command by its function's signature, and call it; or give its help or settings back.
+def call(command: Command, args: Words) -> int | str | None:
+    """Call a command's function with arguments parsed by its signature; or give its help or the settings as text.
 
     Raises:
         UserError: arguments that do not fit; for an unknown one the nearest is offered.
     """
     if {"-h", "--help"} & set(args):
-        return usage(name, function, examples)
-    shown = "--print_config" in args and takes_config(function)
-    positional, flags = parse(name, function, [arg for arg in args if not (shown and arg == "--print_config")])
+        return usage(command)
+    shown = "--print_config" in args and takes_config(command)
+    positional, flags = parse(command, [arg for arg in args if not (shown and arg == "--print_config")])
     if shown:
         import yaml
 
         return str(yaml.safe_dump(plain(positional[0]), sort_keys=False))
-    return function(*positional, **flags)
+    return command.function(*positional, **flags)
 
 
-def takes_config(function: Function) -> bool:
+def takes_config(command: Command) -> bool:
     """Whether its flags are the settings of a run."""
-    return "config" in inspect.signature(function).parameters
+    return "config" in inspect.signature(command.function).parameters
 
 
-def parse(name: str, function: Function, args: Words) -> tuple[list[Any], dict[str, Any]]:
-    """(positional arguments, keyword arguments) of the function. Raises UserError as `call` does."""
-    parameters = inspect.signature(function, eval_str=True).parameters
+def parse(command: Command, args: Words) -> tuple[list[Any], dict[str, Any]]:
+    """(positional arguments, keyword arguments) of the command's function. Raises UserError as `call` does."""
+    parameters = inspect.signature(command.function, eval_str=True).parameters
     own = {key: p for key, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     with_config = own.pop("config", None) is not None
     flags = {key: p.default for key, p in own.items()}
@@ -75,14 +76,14 @@ def parse(name: str, function: Function, args: Words) -> tuple[list[Any], dict[s
             options = setting.startswith(settings.OPTIONS)
             values = _merged(values, {setting: parse_yaml(value, f"--{setting}") if options else value})
         else:
-            hint = f"did you mean --{near}?" if (near := nearest(key, own)) else f"see `foamlab {name} --help`"
+            hint = f"did you mean --{near}?" if (near := nearest(key, own)) else f"see `foamlab {command.name} --help`"
             raise UserError(f"unknown setting --{key}: {hint}")
     if with_config:
-        given_first = _given_first(name, first, str(flags.get("resume", "")))
+        given_first = _given_first(command, first, str(flags.get("resume", "")))
         if first and first[0] in presets() and "model.name" in values and _brings(settings.build(values).model.name):
             given_first["data.tokenizer"] = ""  # the preset's is meant for the preset's model
         return [settings.build(_merged(given_first, values))], flags
-    return _positional(name, parameters, first), flags
+    return _positional(command.name, parameters, first), flags
 
 
 def _next(flag: str, rest: Words) -> str:
@@ -125,10 +126,9 @@ def _nothing_left(name: str, words: Words) -> None:
 # ---------------------------------------------------------------------------------------------- presets and files
 
 
-def _given_first(name: str, words: Words, resume: str) -> Values:
-    """What flags change: the settings of a preset or file, of a run to resume, or (`plan`) of a model by its name,
-    which keeps its own vocabulary."""
-    _nothing_left(name, words[1:])
+def _given_first(command: Command, words: Words, resume: str) -> Values:
+    """What flags change: the settings of a preset, a file or a run to resume, or a model with its own vocabulary."""
+    _nothing_left(command.name, words[1:])
     if resume:
         folder = Path(resume)
         if words:
@@ -139,7 +139,7 @@ def _given_first(name: str, words: Words, resume: str) -> Values:
         raise UserError(f"no run to resume in {str(folder)!r}: give a folder made by `foamlab train`")
     if not words:
         return {}
-    if name == "plan" and words[0] not in presets() and ".y" not in words[0]:
+    if "MODEL" in command.first_word and not _is_recipe(words[0]):
         return _model(words[0])
     return _settings(recipe(words[0]))
 
@@ -169,6 +169,11 @@ def presets() -> dict[str, Path]:
     return {path.stem: path for path in sorted(PRESETS.glob("*.yaml"))}
 
 
+def _is_recipe(word: str) -> bool:
+    """Whether a word names a preset or a YAML file, there or not."""
+    return word in presets() or Path(word).suffix in YAML
+
+
 def recipe(name: str) -> Path:
     """The file of a preset, or a file that the user names."""
     known = presets()
@@ -179,7 +184,7 @@ def recipe(name: str) -> Path:
         return path
     if path.is_dir() and (path / "config.yaml").is_file():
         raise UserError(f"{name} is a run folder: `foamlab train --resume {name}` goes on with it")
-    if path.suffix in (".yaml", ".yml"):
+    if path.suffix in YAML:
         raise UserError(f"no such file: {name}; `foamlab train demo --print_config > {name}` makes one to start from")
     return known[known_name(name, sorted(known, key=len), "preset")]  # the plainest first
 
@@ -187,22 +192,22 @@ def recipe(name: str) -> Path:
 # ---------------------------------------------------------------------------------------------- help
 
 
-def usage(name: str, function: Function, examples: str) -> str:
+def usage(command: Command) -> str:
     """The help of a command."""
     import docstring_parser
 
+    name, function = command.name, command.function
     doc = docstring_parser.parse(inspect.getdoc(function) or "")
     texts = {p.arg_name.lstrip("*"): p.description or "" for p in doc.params}
     parser = ArgumentParser(
         prog=f"foamlab {name}", description=doc.short_description, add_help=False,
-        epilog="\n  ".join(["examples:", *examples.splitlines()]), formatter_class=RawDescriptionHelpFormatter,
+        epilog="\n  ".join(["examples:", *command.examples]), formatter_class=RawDescriptionHelpFormatter,
     )  # fmt: skip
     options = parser.add_argument_group("options")
     options.add_argument("-h", "--help", action="store_true", help="show this")
     for key, p in inspect.signature(function, eval_str=True).parameters.items():
         if p.annotation is RunConfig:
-            first = "PRESET | FILE.yaml | MODEL" if name == "plan" else "PRESET | FILE.yaml"
-            parser.usage = f"foamlab {name} [{first}] [--KEY VALUE ...]"
+            parser.usage = f"foamlab {name} [{' | '.join(command.first_word)}] [--KEY VALUE ...]"
             options.add_argument("--config", metavar="FILE", help="a YAML file; the same as giving it first")
             options.add_argument("--print_config", action="store_true", help="show the settings as YAML, and stop")
             _describe_settings(parser)

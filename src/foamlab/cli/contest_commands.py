@@ -12,8 +12,7 @@ from typing import Any
 
 from ..config import RunConfig
 from ..errors import UserError
-
-INTERRUPTED = 130
+from .command import INTERRUPTED
 
 
 def compare(

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from ..signals import steady
+from ..text import gb
 
 Event = Mapping[str, Any]
 INTERVAL = 10.0  # seconds between plain lines
@@ -93,7 +94,7 @@ class Watch:
         self.facts.update(event)
         model, optimizer, size = event["model"], event["optimizer"], event["bytes"]
         self.say(f"{event['folder']}: {model['name']}, {model['parameters']:,} parameters, with {optimizer['name']}")
-        self.say(f"weights {_mb(size['weights'])}" + (f", optimizer state {_mb(n)}" if (n := size["state"]) else ""))
+        self.say(f"weights {gb(size['weights'])}" + (f", optimizer state {gb(n)}" if (n := size["state"]) else ""))
 
     def bytes(self, event: Event) -> None:
         self.facts["bytes"] = event["bytes"]
@@ -131,8 +132,8 @@ class Watch:
             f"perplexity {math.exp(min(e['loss'], 50)):.2f}",
             f"lr {e['lr']:.2e}",
             f"{e['tokens_per_second']:,.0f} tokens/s",
-            f"state {_mb(size['state'])}" if size["state"] else "",
-            f"peak {_mb(size['peak'])}" if size.get("peak") else "",
+            f"state {gb(size['state'])}" if size["state"] else "",
+            f"peak {gb(size['peak'])}" if size.get("peak") else "",
             f"{self.skipped} skipped" if self.skipped else "",
         ]
         return f"step {e['step']}/{steps}  " + "  ".join(filter(None, parts))
@@ -205,10 +206,6 @@ class Live(Watch):
         if name not in self.tasks:
             self.tasks[name] = self.bars.add_task(name, left="")
         self.bars.update(self.tasks[name], completed=done, total=total, left=left)
-
-
-def _mb(size: float) -> str:
-    return f"{size / 1e6:,.1f} MB"
 
 
 def _clock(seconds: float) -> str:

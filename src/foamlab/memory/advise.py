@@ -19,8 +19,8 @@ from torchfoam import FOAM
 from .. import optimizers
 from ..config import OptimizerConfig, RunConfig
 from ..errors import UserError
+from ..text import gb
 from . import simulate
-from .gpus import gb
 from .planner import Plan, Planner
 
 LEVELS = (2, 3, 4, 6, 8, "row")

@@ -74,15 +74,3 @@ def card(text: str) -> Card:
     near = nearest(name, CARDS)
     hint = f"did you mean {near}? " if near else ""
     raise UserError(f"unknown card or size {text!r}: {hint}give a size such as 24GB, or one of {', '.join(CARDS)}")
-
-
-def gb(size: float) -> str:
-    """Bytes for people, decimal units.
-
-    >>> gb(13.48e9), gb(7361024), gb(152)
-    ('13.5 GB', '7.4 MB', '152 B')
-    """
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(size) >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size:.0f} B"

@@ -14,7 +14,7 @@ from ..errors import UserError
 from ..report import charts as plots
 from ..report import matplotlib_charts, plotly_charts
 from ..runs.record import write_atomically
-from .gpus import gb
+from ..text import gb
 
 if TYPE_CHECKING:
     from .advise import Fit

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..files import plain_name, read_json
+from ..text import gb
 
 FORMAT = 1  # of the manifest and of training.pt
 WEIGHTS, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
@@ -185,7 +186,7 @@ def check_room(folder: Path, need: int) -> None:
         raise UserError(f"cannot write the run folder {folder}: no permission in {place}; choose another --out")
     if (free := shutil.disk_usage(place).free) < need:
         raise UserError(
-            f"not enough room in {place}: checkpoints need {_size(need)}, {_size(free)} are free; "
+            f"not enough room in {place}: checkpoints need {gb(need)}, {gb(free)} are free; "
             "make room, lower --train.keep or choose another --out"
         )
 
@@ -218,7 +219,7 @@ def explained(target: Path, need: int) -> Iterator[None]:
     except Exception as e:
         free = shutil.disk_usage(target.parent if target.parent.exists() else target.parent.parent).free
         full = getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(e) or free < need
-        why = f"the disk is full ({_size(need)} needed), make room" if full else _line(e)
+        why = f"the disk is full ({gb(need)} needed), make room" if full else _line(e)
         last = found(target.parent.parent)[-1:]
         rest = f"then resume from {last[0]}, which is whole" if last else "there is no earlier checkpoint"
         raise UserError(f"cannot save {target}: {why}; {rest}") from e
@@ -262,10 +263,6 @@ def _sha256(path: Path) -> str:
         while chunk := f.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _size(n: int) -> str:
-    return f"{n / 1e9:.1f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
 
 
 def _line(e: Exception) -> str:

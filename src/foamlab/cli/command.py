@@ -1,0 +1,33 @@
+"""What a subcommand is. Each is one file of `commands`, which ends with `COMMAND = Command(...)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+INTERRUPTED = 130  # the exit code of a run that was asked to stop: it has saved, and can be resumed
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand.
+
+    Args:
+        function: gives an exit code, a text to print, or nothing. Its signature is the flags, its docstring their help.
+            Imports of torch and the like stay inside, so that `foamlab --help` is instant.
+        group: where `foamlab --help` lists it.
+        help: one line for that list.
+        examples: command lines for its own help.
+        first_word: where the function takes a `config`: what the first word may name.
+    """
+
+    function: Callable[..., int | str | None]
+    group: Literal["run", "measure", "list"]
+    help: str
+    examples: tuple[str, ...]
+    first_word: tuple[str, ...] = ("PRESET", "FILE.yaml")
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__

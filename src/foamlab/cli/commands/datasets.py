@@ -1,0 +1,22 @@
+"""`foamlab datasets`: the data sets there are."""
+
+from __future__ import annotations
+
+from ...text import table
+from ..command import Command
+
+
+def datasets() -> str:
+    """List the data that `--data.name` takes."""
+    from ...data.sources import DATASETS
+
+    rows = [(f"{name}:{entry.argument}" if entry.argument else name, entry.help) for name, entry in DATASETS.items()]
+    return table(("data", ""), rows)
+
+
+COMMAND = Command(
+    datasets,
+    group="list",
+    help="list the data sets",
+    examples=("foamlab datasets",),
+)

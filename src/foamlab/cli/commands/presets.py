@@ -1,0 +1,31 @@
+"""`foamlab presets`: the recipes there are."""
+
+from __future__ import annotations
+
+from ...text import table
+from ..arguments import presets as recipes
+from ..arguments import recipe
+from ..command import Command
+
+
+def presets(name: str = "", /) -> str:
+    """List the recipes that `foamlab train` takes by name, or print one: a start for a YAML file of your own.
+
+    Args:
+        name: print this one.
+    """
+    if name:
+        return recipe(name).read_text(encoding="utf-8")
+    heads = [(path.stem, path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")) for path in recipes().values()]
+    return table(("preset", ""), heads)
+
+
+COMMAND = Command(
+    presets,
+    group="list",
+    help="list the recipes, or print one",
+    examples=(
+        "foamlab presets",
+        "foamlab presets demo > my.yaml",
+    ),
+)

@@ -1,0 +1,57 @@
+"""`foamlab report`: runs or a contest as a table and a page."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from ...text import fitted
+from ..command import Command
+
+
+def report(
+    *runs: Path, out: Path = Path("report.html"), static: str = "", tables: bool = False, target: float = 0
+) -> None:
+    """Compare runs, or tell of a contest: a table here, and one self-contained HTML page with charts and settings.
+
+    Args:
+        runs: run folders, folders that hold some, or the folder of one contest or ablation. Contests among runs get a
+            line each.
+        out: the page; it needs no network to be read.
+        static: also write the charts as pictures: png, svg, pdf, separated by commas.
+        tables: also write the figures as CSV.
+        target: loss whose cost is told; 0 means the highest final loss of the runs, in a contest that of adamw.
+    """
+    from ...contest import inventory, page
+    from ...report import runs_page as runspage
+
+    found = inventory.take(runs)
+    for path, why in found.skipped.items():
+        print(f"skipped {path}: {why}", file=sys.stderr)
+    more: dict[str, Any] = {
+        "static": [kind for kind in static.split(",") if kind],
+        "tables": tables,
+        "target": target or None,
+    }
+    if found.contest:
+        print(fitted(page.compare_table([found.contest])))
+        written = page.report([found.contest], out, **more)
+    else:
+        rows = runspage.compare_table(found.runs)
+        print(fitted(rows), *runspage.legend(rows), sep="\n")
+        print(*found.contests.values(), sep="\n", end="\n" * bool(found.contests))
+        written = runspage.report(found.runs, out, contests=[*found.contests.values()], **more)
+    for path in written:
+        print(f"wrote {path}")
+
+
+COMMAND = Command(
+    report,
+    group="run",
+    help="write an HTML page about runs or a contest",
+    examples=(
+        "foamlab report runs/* --out report.html",
+        "foamlab report runs/contest --static png --tables",
+    ),
+)
