@@ -62,8 +62,8 @@ class FOAM(Optimizer):
             step by 1 / sqrt(kappa) rates; 1 is the paper's. Of rule "adam".
         state: how moments are kept: "float32" (float64 for float64 parameters), "bfloat16", "int8" (matrices only:
             8-bit codes, 1/32 byte more for their scale), or "param" (as the parameter).
-        stochastic: round bfloat16 parameters, bfloat16 moments and codes stochastically (seeded by `seed`, repeatable
-            on resume); False rounds to nearest, which freezes them (docs/algorithm.md).
+        stochastic, seed: round bfloat16 parameters, bfloat16 moments and codes stochastically, with noise seeded by
+            `seed` (repeatable on resume); False rounds to nearest, which freezes them (docs/algorithm.md).
         momentum, nesterov, adjust_lr: of rule "muon", as `momentum`, `nesterov`, `adjust_lr_fn` of torch.optim.Muon.
         capturable: keep `step` on the parameter's device, as CUDA graphs need.
         backend: None takes the fastest that works for each parameter; a name takes that one or raises with the reason.
@@ -130,10 +130,9 @@ class FOAM(Optimizer):
                 "level=0 says so, or give the group its own level"
             )
         rules = {g["rule"] for g in self.param_groups}
-        if vain := unread(defaults, rules):
-            warn_once(
-                f"{vain[0]}={given[vain[0]]!r} has no effect: no group's rule reads it ({', '.join(sorted(rules))})"
-            )
+        for name in unread(defaults, rules):
+            known = " nor ".join(map(repr, sorted(rules)))
+            warn_once(f"{name}={given[name]!r} has no effect: rule {known} does not read it")
 
     # ------------------------------------------------------------------ groups and state
 

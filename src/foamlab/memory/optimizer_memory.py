@@ -12,17 +12,12 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from torchfoam import FOAM, backends
+from torchfoam import FOAM, step_bytes
 
 from .. import optimizers
 from ..config import OptimizerConfig
 from ..errors import UserError
 from . import simulate
-
-# the backend of FOAM that performs a step on each kind of device without tensors of its own
-FUSED = {"cpu": "cpu", "cuda": "triton"}
-# entries of a parameter that FOAM's plain torch opens at once; tests hold real steps against it
-SLAB = {"cpu": 1 << 18, "cuda": 1 << 22}
 
 
 class Footprint:
@@ -85,7 +80,7 @@ class Footprint:
     @cached_property
     def fused(self) -> set[int]:
         """Ids of the parameters whose step needs nothing of its own."""
-        groups = fused_groups(self.optimizer, self.config.options, self.device)
+        groups = fused_groups(self.optimizer, self.config.options)
         return {id(p) for k in groups for p in self.optimizer.param_groups[k]["params"]}
 
     @cached_property
@@ -99,34 +94,16 @@ class Footprint:
     def each(self) -> dict[int, int]:
         """Of FOAM: id of a parameter -> bytes that its step alone needs besides its weights, gradient and state."""
         groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
-        sizes = [
-            0 if id(same[0]) in self.fused else eager_bytes(same[0], groups[id(same[0])], self.device)
-            for same in self.alike
-        ]
+        backend = self.config.options.get("backend")
+        try:
+            sizes = [step_bytes(same[0], groups[id(same[0])], self.device, backend).bytes for same in self.alike]
+        except ValueError as e:
+            raise UserError(f"optimizer {self.config.name}: {e}") from e
         return {id(p): size for same, size in zip(self.alike, sizes) for p in same}
 
 
-def eager_bytes(p: torch.Tensor, group: Mapping[str, Any], device: str) -> int:
-    """Bytes that FOAM's step of p in plain torch needs for a while, on a slab of its rows where it is cut."""
-    rows = SLAB[device] // p.shape[-1] if p.ndim > 1 else 0
-    cut = group["rule"] != "muon" and p.ndim > 1 and p.numel() > SLAB[device]
-    slab = torch.empty((max(rows, 1), p.shape[-1]) if cut else p.shape, dtype=p.dtype, device="meta")
-    slab.grad = torch.empty_like(slab)
-    options = {key: x for key, x in group.items() if key not in ("params", "param_names")}
-    optimizer = FOAM([{**options, "params": [slab]}])
-    tracker = simulate.Tracker(hypothetical=True)
-    with tracker:
-        optimizer.step()
-    tracker.mark("end")
-    return sum(tracker.segments[-1].top.values())
-
-
-def fused_groups(optimizer: Optimizer, options: Mapping[str, Any], device: str) -> list[int]:
-    """Indices of the groups whose step needs no tensors of its own on `device`."""
-    if isinstance(optimizer, FOAM):
-        return [
-            k for k, group in enumerate(optimizer.param_groups) if foam_fused(group, options.get("backend"), device)
-        ]
+def fused_groups(optimizer: Optimizer, options: Mapping[str, Any]) -> list[int]:
+    """Indices of the groups of torch's own optimizers whose step needs no tensors of its own."""
     out, k = [], 0
     for part in getattr(optimizer, "parts", [optimizer]):
         plain = type(part) in (torch.optim.Adam, torch.optim.AdamW)
@@ -134,12 +111,3 @@ def fused_groups(optimizer: Optimizer, options: Mapping[str, Any], device: str) 
             out += list(range(k, k + len(part.param_groups)))
         k += len(part.param_groups)
     return out
-
-
-def foam_fused(group: Mapping[str, Any], backend: str | None, device: str) -> bool:
-    """Whether a kernel, not plain torch, steps this group: it is asked for, or there, and takes rule and state."""
-    name = FUSED[device]
-    known = backends().get(name)
-    there = known == "ok" or (device == "cuda" and known is not None)  # planned here for a machine with a GPU
-    takes = group["rule"] == "adam" and (device == "cpu" or group["state"] != "int8")
-    return there and takes and backend in (None, name)

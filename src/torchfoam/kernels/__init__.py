@@ -1,7 +1,7 @@
 """The backends: a file for each, and the table of them in `backend.py`."""
 
 from . import cpu, eager, triton
-from .backend import BACKENDS, Backend, Slot, backends, choose, named
+from .backend import BACKENDS, Backend, Slot, backends, choose, planned
 
 BACKENDS.update(
     eager=Backend("eager", eager.unavailable, eager.refuses, eager.update, wrapper=eager.wrapper),
@@ -9,4 +9,4 @@ BACKENDS.update(
     triton=Backend("triton", triton.unavailable, triton.refuses, triton.update),
 )
 
-__all__ = ["BACKENDS", "Backend", "Slot", "backends", "choose", "cpu", "eager", "named", "triton"]
+__all__ = ["BACKENDS", "Backend", "Slot", "backends", "choose", "cpu", "eager", "planned", "triton"]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..memory import imagined, whole
@@ -33,21 +34,40 @@ def no_memory(p: Tensor, group: Mapping[str, Any]) -> str | None:
     return f"it reads memory, of which a {type(p).__name__} has none of its own"
 
 
+class Planned(NamedTuple):
+    """All that a backend may ask of a parameter: one as it would be on another device."""
+
+    device: torch.device
+    dtype: torch.dtype
+    shape: torch.Size
+    contiguous: bool
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def is_contiguous(self) -> bool:
+        return self.contiguous
+
+
 @dataclass(frozen=True)
 class Backend:
     """One way to perform a step."""
 
     name: str
     unavailable: Callable[[], str | None]  # why it cannot run on this machine, or None
-    # why it cannot take (parameter, group), or None; of p only type, device, dtype, ndim and contiguity matter
-    refuses: Callable[[Tensor, Mapping[str, Any]], str | None]
+    refuses: Callable[[Any, Mapping[str, Any]], str | None]  # why it cannot take (parameter, group), or None
     update: Callable[[Sequence[Slot], Options], None]
     # why it cannot step a wrapper of other tensors, which has no memory to point to, or None
-    wrapper: Callable[[Tensor, Mapping[str, Any]], str | None] = no_memory
+    wrapper: Callable[[Any, Mapping[str, Any]], str | None] = no_memory
 
-    def objection(self, p: Tensor, group: Mapping[str, Any]) -> str | None:
+    def objection(self, p: Tensor | Planned, group: Mapping[str, Any]) -> str | None:
         """Why it cannot take p of this group, were it available; or None."""
-        return (self.refuses if whole(p) else self.wrapper)(p, group)
+        return (self.refuses if isinstance(p, Planned) or whole(p) else self.wrapper)(p, group)
 
 
 # slowest first; filled by the package, whose modules need what stands above
@@ -87,7 +107,20 @@ def choose(name: str | None, p: Tensor, group: Mapping[str, Any], others: Iterab
     raise ValueError(f"FOAM cannot be used on a {type(p).__name__} of shape {tuple(p.shape)}: {objection}")
 
 
-def named(name: str, p: Tensor, group: Mapping[str, Any], here: bool = True) -> Backend:
+def planned(name: str | None, p: Tensor, group: Mapping[str, Any], device: torch.device) -> Backend:
+    """What `choose` would choose for p if it were on that device. Of a GPU that this machine lacks, all that the
+    backends ask of a machine is taken to be there."""
+    if not whole(p) and not imagined(p):
+        return choose(name, p, group)
+    here = device.type != "cuda" or torch.cuda.is_available()
+    there = Planned(device, p.dtype, p.shape, p.is_contiguous())
+    if name is not None:
+        return named(name, there, group, here)
+    able = [b for b in BACKENDS.values() if b.objection(there, group) is None and not (here and b.unavailable())]
+    return able[-1]  # the eager one takes all
+
+
+def named(name: str, p: Tensor | Planned, group: Mapping[str, Any], here: bool = True) -> Backend:
     """The backend of that name, or a ValueError with the reason why it cannot take p; `here`, on this machine."""
     backend = BACKENDS[known_value("backend", name, BACKENDS)]
     if reason := (here and backend.unavailable()) or backend.objection(p, group):

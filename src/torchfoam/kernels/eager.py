@@ -73,16 +73,27 @@ def parts(slot: Slot, rule: str) -> Iterator[tuple[Slot, int]]:
     Muon needs the whole matrix; tensors with gaps and sharded ones are not cut.
     """
     p = slot.p
-    most = SLAB["cpu" if p.device.type == "cpu" else "gpu"]
     kept = {name: x for name, x in slot.state.items() if name != "step"}
     plain = type(p) in (Tensor, torch.nn.Parameter) and all(x.is_contiguous() for x in (p, slot.g, *kept.values()))
-    if p.ndim < 2 or p.numel() <= most or rule == "muon" or not plain:
+    rows = slab_rows(p, rule, p.device) if plain else 0
+    if not rows:
         yield slot, 0
         return
-    rows = max(most // p.shape[-1], 1)
     flat = [x.flatten(0, -2).split(rows) for x in (p, slot.g, *kept.values())]
     for k, (q, g, *moments) in enumerate(zip(*flat, strict=True)):
         yield slot._replace(p=q, g=g, state={"step": slot.state["step"], **dict(zip(kept, moments))}), k * rows
+
+
+def slab_rows(p: Tensor, rule: str, device: torch.device) -> int:
+    """How many rows of p are opened at once on that device; 0 where it is not cut."""
+    most = SLAB["cpu" if device.type == "cpu" else "gpu"]
+    return 0 if p.ndim < 2 or p.numel() <= most or rule == "muon" else max(most // p.shape[-1], 1)
+
+
+def slab(p: Tensor, rule: str, device: torch.device) -> tuple[int, ...]:
+    """The shape that is opened at once of p and of a gradient like it."""
+    rows = slab_rows(p, rule, device) if p.is_contiguous() else 0
+    return (rows, p.shape[-1]) if rows else tuple(p.shape)
 
 
 def _step(slot: Slot, row: int, h: Options) -> None:
