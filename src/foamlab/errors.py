@@ -11,6 +11,10 @@ class UserError(Exception):
     """Something the user can mend. One line that says what is wrong and what to do; the command exits with code 2."""
 
 
+class Diverged(UserError):
+    """A run that was given up: too many steps in a row had a loss or a gradient that was not finite."""
+
+
 def known_name(name: str, known: Iterable[str], what: str) -> str:
     """The name itself if it is known; else a UserError that offers the nearest and lists the rest."""
     known = list(known)

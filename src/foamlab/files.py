@@ -1,4 +1,4 @@
-"""JSON and YAML of any origin: read, or refused in one line that names the file.
+"""Files: JSON and YAML of any origin read, or refused in one line that names the file; files written whole; one writer.
 
 Everything in the lab that reads such text reads it here. Beside syntax and encoding, depth is refused: Python's parsers
 raise RecursionError near its limit, and what lies just below it breaks whoever walks over the value later.
@@ -6,13 +6,24 @@ raise RecursionError near its limit, and what lies just below it breaks whoever 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import UserError
 
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
+LOCK = ".lock"  # in a folder that has one writer at a time
+# what a file system without locks says
+UNLOCKABLE = {errno.ENOSYS, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
 DEEPEST = 50  # levels of nesting; a tokenizer.json, the deepest of the files read here, has about ten
 LARGEST_YAML = 1_000_000  # values in a file of settings, aliases counted each time
 TOO_DEEP = f"cannot read {{}}: nested over {DEEPEST} levels deep, as no program writes it"
@@ -118,3 +129,70 @@ def _object(value: Any, path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"cannot read {path}: expected an object with named values, found a {type(value).__name__}")
     return value
+
+
+def lock(folder: Path) -> BaseFileLock:
+    """Keep other processes from writing in a folder until the lock is released or this process ends, however it does.
+
+    Where the file system has no locks nothing is kept out, and there is nothing to release.
+
+    Raises:
+        UserError: another process holds it, or the folder cannot be written.
+    """
+    from filelock import FileLock, Timeout
+
+    held = FileLock(folder / LOCK, thread_local=False, fallback_to_soft=False)
+    try:
+        held.acquire(timeout=0)
+    except Timeout:
+        raise UserError(f"another process is writing {folder}: wait for it, or stop it, then resume") from None
+    except NotImplementedError:  # flock is not there at all
+        pass
+    except OSError as e:
+        if e.errno not in UNLOCKABLE:
+            with writing(folder):
+                raise
+    return held
+
+
+def await_release(folder: Path, patience: float = 60.0) -> None:
+    """Wait until no process writes a run folder: one of a contest that was killed takes its step, saves and ends.
+
+    Raises:
+        UserError: it takes longer than `patience` seconds.
+    """
+    end = time.monotonic() + patience
+    while True:
+        try:
+            lock(folder).release()
+            return
+        except UserError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.3)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old one or the new one, never a part."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        # a file name or JSON escape may hold what is no Unicode: it is written as such an escape
+        with open(part, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn an OSError into one line for the user."""
+    try:
+        yield
+    except OSError as e:
+        raise UserError(
+            f"cannot write in {folder}: {e.strerror}; make room or choose another --out, then resume"
+        ) from e

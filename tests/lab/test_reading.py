@@ -11,7 +11,7 @@ import pytest
 
 from foamlab.errors import UserError
 from foamlab.files import DEEPEST, parse_json, read_json, read_yaml
-from foamlab.runs import record, summary
+from foamlab.runs import provenance, record, summary
 from foamlab.training import checkpoint
 
 
@@ -112,7 +112,7 @@ def test_a_record_of_any_bytes_is_a_summary_or_one_line(tmp_path: Path, name: st
     recorder.settings("optimizer: {name: foam, lr: 0.01}\ntrain: {steps: 2, seed: 0}\n")
     about = {"model": {"name": "m", "parameters": 10}, "optimizer": {"name": "foam", "lr": 0.01}}
     size = {"weights": 40, "gradients": 40, "state": 20, "peak": 1000, "peak_of": "process, resident"}
-    recorder.describe(**record.circumstances({}, 0, {"device": "cpu"}), **about, bytes=size)
+    recorder.describe(**provenance.circumstances({}, 0, {"device": "cpu"}), **about, bytes=size)
     for step in (1, 2):
         line = {"step": step, "tokens": step * 64, "seconds": step * 0.1, "loss": 5.0 - step, "lr": 0.01}
         recorder.write({"kind": "train", **line, "grad_norm": 1.0, "tokens_per_second": 640.0})

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from foamlab import files
 from foamlab.errors import UserError
-from foamlab.runs import record
-from foamlab.runs.record import Recorder, read_run
+from foamlab.runs.provenance import circumstances
+from foamlab.runs.record import Recorder, Run, read_run
 
 
 def line(step: int, kind: str = "train", **more: object) -> dict:
@@ -96,16 +99,69 @@ def test_run_json_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(record.os, "replace", fail)
+        patch.setattr(files.os, "replace", fail)
         with pytest.raises(UserError, match="No space left on device; make room"):
             recorder.describe(a=2)
     assert json.loads((tmp_path / "run.json").read_text())["a"] == 1
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "run.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "metrics.jsonl", "run.json"]
     recorder.close("done")
 
 
+def test_a_run_that_goes_on_has_not_ended_yet(tmp_path: Path) -> None:
+    written(tmp_path, line(1), line(2))
+    recorder = Recorder(tmp_path, resume=1)
+    recorder.close("failed", error="no room", reason="error", resume="")
+    with_reason = read_run(tmp_path).info
+    recorder = Recorder(tmp_path, resume=1)
+    recorder.close("done")
+    assert with_reason["error"] == "no room" and not {"error", "reason", "resume"} & read_run(tmp_path).info.keys()
+
+
+@pytest.mark.parametrize(
+    "info, diverged",
+    [
+        ({"status": "failed", "reason": "diverged", "error": "in any words"}, True),
+        ({"status": "failed", "reason": "error", "error": "stopped: the disk is full"}, False),
+        ({"status": "failed", "error": "stopped: 10 steps in a row after step 3 could not be taken (nan)"}, True),
+        ({"status": "failed", "error": "the disk is full"}, False),
+        ({"status": "failed"}, False),
+        ({"status": "done", "error": "stopped: once"}, False),
+    ],
+)  # fmt: skip
+def test_what_diverged_says_so_in_a_field_and_in_old_folders_by_its_sentence(info, diverged) -> None:
+    assert Run(Path(), info, []).diverged is diverged
+
+
+def test_a_killed_writer_leaves_no_lock_behind(tmp_path: Path) -> None:
+    code = f"from pathlib import Path; from foamlab.files import lock; held = lock(Path({str(tmp_path)!r}))"
+    code += "; print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout and writer.stdout.readline()
+        with pytest.raises(UserError, match="another process is writing"):
+            Recorder(tmp_path)
+        writer.kill()
+    Recorder(tmp_path).close("done")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL])
+def test_a_file_system_without_locks_is_written_all_the_same(tmp_path, monkeypatch, number) -> None:
+    def none(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(pytest.importorskip("fcntl"), "flock", none)
+    first, second = files.lock(tmp_path), files.lock(tmp_path)
+    first.release(), second.release()
+    Recorder(tmp_path).close("done")
+    assert read_run(tmp_path).status == "done"
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write in .*file: .*choose another --out"):
+        files.lock(tmp_path / "file")
+
+
 def test_two_writers_are_one_too_many(tmp_path: Path) -> None:
-    pytest.importorskip("fcntl")
     first = Recorder(tmp_path)
     with pytest.raises(UserError, match="another process is writing"):
         Recorder(tmp_path)
@@ -132,9 +188,9 @@ def test_without_tensorboard_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
 
 
 def test_circumstances_keep_the_beginning_of_a_resumed_run() -> None:
-    begun = record.circumstances({}, 0, {"gpu": "g"})
+    begun = circumstances({}, 0, {"gpu": "g"})
     assert begun["versions"]["torch"] and begun["hardware"]["cores"] >= 1 and begun["hardware"]["gpu"] == "g"
-    again = record.circumstances({**begun}, 5, {})
+    again = circumstances({**begun}, 5, {})
     assert "started" not in again and [x["step"] for x in again["resumed"]] == [5]
 
 

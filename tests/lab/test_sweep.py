@@ -28,7 +28,7 @@ from foamlab.contest.page import report
 from foamlab.contest.results import standings, verdicts
 from foamlab.contest.search import Arm, Outcome, Rule, Trial, beyond, search, wanted
 from foamlab.errors import UserError
-from foamlab.runs import record
+from foamlab.files import lock
 from foamlab.runs.summary import summarize
 from foamlab.training.run import train
 
@@ -572,11 +572,11 @@ def test_a_run_that_a_killed_contest_left_writing_is_waited_for(config, tmp_path
     late = folder / end["results"][0]["folders"][0]
     info = (late / "run.json").read_text()
     (late / "run.json").write_text(json.dumps({**json.loads(info), "status": "running"}))
-    held = record.lock(late)
+    held = lock(late)
 
     def finish():
         (late / "run.json").write_text(info)
-        os.close(held)
+        held.release()
 
     del here[:]
     threading.Timer(0.5, finish).start()

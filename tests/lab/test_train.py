@@ -22,7 +22,7 @@ from foamlab import data, machine, models, optimizers
 from foamlab.cli.arguments import parse
 from foamlab.cli.commands import commands
 from foamlab.config import RULE_OF_OLD, TrainConfig
-from foamlab.errors import UserError
+from foamlab.errors import Diverged, UserError
 from foamlab.models.language import loss_fn, schedule
 from foamlab.training import checkpoint, loop
 from foamlab.training.loop import plain
@@ -345,12 +345,13 @@ def test_patience_ends_with_the_last_good_state(home: Path, tmp_path: Path, monk
     settings = {"checkpoint_every": 0, "patience": 3}
     with monkeypatch.context() as patch:
         poison(patch, "loss", set(range(2, 99)))
-        with pytest.raises(UserError, match=r"3 steps in a row after step 2 .*optimizer.lr.*resume from step 2"):
+        with pytest.raises(Diverged, match=r"3 steps in a row after step 2 .*optimizer.lr.*resume from step 2"):
             train(small.config(home, tmp_path / "run", **settings))
     info = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert info["status"] == "failed" and "in a row" in info["error"]
+    assert info["status"] == "failed" and info["reason"] == "diverged" and "in a row" in info["error"]
     assert [p.name for p in checkpoint.found(tmp_path / "run")] == ["step-00000002"]
     train(small.config(home, tmp_path / "run", **settings), resume=tmp_path / "run")  # the cause has been mended
+    assert not {"error", "reason"} & json.loads((tmp_path / "run" / "run.json").read_text()).keys()
     train(small.config(home, tmp_path / "whole", **settings))
     same(tmp_path / "whole", tmp_path / "run")
 
@@ -489,7 +490,6 @@ def test_an_existing_folder_is_never_written(home: Path, tmp_path: Path) -> None
 
 
 def test_two_resumes_at_once_are_one_too_many(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("fcntl")
     c = small.config(home, tmp_path / "run")
     train(c, on_event=stop_at(3))
     again: list[str] = []

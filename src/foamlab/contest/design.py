@@ -11,7 +11,7 @@ from .. import data, optimizers
 from ..config import OptimizerConfig, RunConfig, settings
 from ..errors import UserError, known_name
 from ..optimizers.fold_ablation import STUDIES, with_own
-from ..runs.record import cores
+from ..runs.provenance import cores
 from ..training import run as train
 from ..training.loop import plain
 from .folder import FORMAT

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..files import parse_json, plain_name, read_json
-from ..runs.record import installed, read_metrics, read_run, write_atomically, writing
+from ..files import parse_json, plain_name, read_json, write_atomically, writing
+from ..runs.provenance import installed
+from ..runs.record import read_metrics, read_run
 from .search import MARGIN, Arm, Outcome, Rule
 
 FILE, STOPPED = "contest.json", "stopped.json"
@@ -59,7 +60,7 @@ def outcome(folder: Path) -> Outcome:
     except (UserError, OSError, ValueError, KeyError, TypeError) as e:
         raise UserError(f"{folder} is damaged ({e}): remove it, and --resume runs it again") from None
     error = str(run.info.get("error", ""))
-    if run.status == "failed" and error.startswith("stopped: "):
+    if run.diverged:
         return Outcome("diverged", why=error)
     evals = run.lines("eval")
     last = evals[-1] if evals else {"step": -1, "loss": None}

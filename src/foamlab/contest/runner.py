@@ -25,7 +25,8 @@ import yaml
 from .. import data, machine, optimizers
 from ..config import RunConfig
 from ..errors import UserError
-from ..runs.record import await_release, cores, lock, now
+from ..files import await_release, lock
+from ..runs.provenance import cores, now
 from ..signals import STOPS, stop_requests
 from ..training import run as train
 from ..training.loop import plain
@@ -126,8 +127,7 @@ def resume(folder: Path, jobs: int = 0, on_event: OnEvent = lambda event: None) 
             kept["status"] = "done"
             write(folder, kept)
     finally:
-        if held is not None:
-            os.close(held)
+        held.release()
     return kept
 
 

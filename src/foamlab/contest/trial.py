@@ -16,7 +16,7 @@ from typing import Any
 
 from ..config import settings
 from ..errors import UserError
-from ..runs.record import write_atomically
+from ..files import write_atomically
 from ..training.run import train
 from .folder import STOPPED, hopeless, loss_at
 from .search import Rule

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ..errors import UserError
+from ..files import write_atomically
 from ..report import charts as plots
 from ..report import matplotlib_charts, plotly_charts
-from ..runs.record import write_atomically
 from ..text import gb
 
 if TYPE_CHECKING:

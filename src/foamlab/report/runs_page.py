@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import UserError
-from ..runs.record import now, write_atomically
+from ..files import write_atomically
+from ..runs.provenance import now
 from ..runs.stats import reach
 from ..runs.summary import (
     KEYS,

@@ -6,33 +6,21 @@ statistics need none.
 
 from __future__ import annotations
 
-import getpass
 import json
 import math
 import os
-import platform
-import shlex
 import shutil
-import sys
-import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..files import parse_json, read_json
+from ..files import lock, parse_json, read_json, write_atomically, writing
+from .provenance import now
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
-PACKAGES = ("torchfoam", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 ENDED = ("step", "loss", "perplexity", "tokens", "seconds", "skipped")  # of a Result, kept in run.json
+FATE = ("ended", "result", "resume", "error", "reason")  # of run.json: how a run ended, which one that goes on has not
 TRAIN_SCALARS = ("loss", "lr", "grad_norm", "tokens_per_second")
 
 
@@ -54,6 +42,13 @@ class Run:
     def status(self) -> str:
         """ "running", "done", "interrupted" or "failed"; a killed run still says "running"."""
         return str(self.info.get("status", "running"))
+
+    @property
+    def diverged(self) -> bool:
+        """Whether it failed as too many steps in a row were not finite."""
+        # runs before 0.3 give no reason, but one sentence alone began so
+        old = "diverged" if str(self.info.get("error")).startswith("stopped: ") else ""
+        return self.status == "failed" and self.info.get("reason", old) == "diverged"
 
     def lines(self, kind: str) -> list[dict[str, Any]]:
         """The metrics lines of one kind: "train", "eval", "skip" or "residual"."""
@@ -129,7 +124,8 @@ class Recorder:
         lines: list[dict[str, Any]] = []
         if resume is not None:
             run = read_run(folder)
-            self.info, lines = run.info, [line for line in run.metrics if line["step"] <= resume]
+            self.info = {key: x for key, x in run.info.items() if key not in FATE}
+            lines = [line for line in run.metrics if line["step"] <= resume]
         with writing(folder):
             text = "".join(map(encode, lines))
             write_atomically(folder / "metrics.jsonl", text)
@@ -175,8 +171,7 @@ class Recorder:
             self._metrics.close()
             if self._board:
                 self._board.close()
-            if self._lock is not None:
-                os.close(self._lock)
+            self._lock.release()
 
 
 class Board:
@@ -245,112 +240,3 @@ def encode(line: Mapping[str, Any]) -> str:
     """One line of JSON; numbers that JSON does not know (nan, inf) become null."""
     safe = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
     return json.dumps(safe, allow_nan=False) + "\n"
-
-
-def lock(folder: Path) -> int | None:
-    """Keep other processes from writing the same run, until the returned descriptor is closed or the process ends."""
-    if fcntl is None:
-        return None
-    with writing(folder):
-        descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise UserError(f"another process is writing {folder}: wait for it, or stop it, then resume") from None
-    except OSError:  # a file system without locks
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-def await_release(folder: Path, patience: float = 60.0) -> None:
-    """Wait until no process writes a run folder: one of a contest that was killed takes its step, saves and ends.
-
-    Raises:
-        UserError: it takes longer than `patience` seconds.
-    """
-    end = time.monotonic() + patience
-    while True:
-        try:
-            held = lock(folder)
-        except UserError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.3)
-            continue
-        if held is not None:
-            os.close(held)
-        return
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old one or the new one, never a part."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        # a file name or JSON escape may hold what is no Unicode: it is written as such an escape
-        with open(part, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as f:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Turn an OSError into one line for the user."""
-    try:
-        yield
-    except OSError as e:
-        raise UserError(
-            f"cannot write in {folder}: {e.strerror}; make room or choose another --out, then resume"
-        ) from e
-
-
-def circumstances(before: Mapping[str, Any], step: int, hardware: Mapping[str, Any]) -> dict[str, Any]:
-    """Who runs what, where and with which versions: the first keys of `run.json`.
-
-    Args:
-        before: `run.json` of the run that goes on at `step`, whose beginning is kept; empty for a new one.
-        hardware: what else is known of it, such as the GPU.
-    """
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container without a user name
-        user = str(os.getuid()) if hasattr(os, "getuid") else "unknown"
-    begun = {"who": f"{user}@{platform.node()}", "command": shlex.join(sys.argv), "started": now()}
-    parts = before.get("resumed")
-    again = [*(parts if isinstance(parts, list) else []), {**begun, "step": step}]
-    return {
-        **({"resumed": again} if before else begun),
-        "versions": {"python": platform.python_version(), **{n: v for n in PACKAGES if (v := installed(n))}},
-        "hardware": {"system": platform.platform(), "processor": processor(), "cores": cores(), **hardware},
-    }
-
-
-def now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-def installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def processor() -> str:
-    """The processor's name, as well as the system tells it."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as f:
-            return next(line.split(":", 1)[1].strip() for line in f if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

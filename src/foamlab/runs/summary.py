@@ -332,7 +332,7 @@ def _status_note(run: Summary) -> str:
     of = f" of {run.planned:,.0f}" if math.isfinite(run.planned) else ""
     at = f" at step {run.steps:,.0f}{of}" if math.isfinite(run.steps) else " before its first record"
     state = {"running": "still running, or was killed,", "interrupted": "was interrupted", "failed": "failed"}
-    words = state.get(run.run.status, f"has the status {run.run.status!r}")
+    words = "diverged" if run.run.diverged else state.get(run.run.status, f"has the status {run.run.status!r}")
     return f"{run.label} {words}{at}: it is shown, but not ranked."
 
 

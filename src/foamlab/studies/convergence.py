@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torchfoam import FOAM, residual
 
 from ..errors import UserError, known_name
+from ..files import write_atomically
 from ..optimizers.registry import RULE
 from ..report import charts as plots
 from ..report import html, matplotlib_charts
 from ..runs import stats
-from ..runs.record import circumstances, write_atomically
+from ..runs.provenance import circumstances
 
 ROWS, COLUMNS, SAMPLES = 4, 64, 128
 NOISE = 0.05  # standard deviation of each entry's noise

@@ -25,11 +25,12 @@ from torch.nn.utils import get_total_norm
 
 from .. import data, machine, optimizers
 from ..config import RunConfig, plain
-from ..errors import UserError
+from ..errors import Diverged, UserError
+from ..files import write_atomically, writing
 from ..models import thrift
 from ..models.language import loss_fn, perplexity, sample, schedule
-from ..runs import record
-from ..runs.record import Result
+from ..runs.provenance import circumstances
+from ..runs.record import Recorder, Result
 from . import checkpoint, restoring
 
 OnEvent = Callable[[dict[str, Any]], None]
@@ -75,7 +76,7 @@ class Training:
         self.source: Path | None = None  # the checkpoint it goes on from
         self.kept: int | None = None  # step of the newest checkpoint
         self.loss: float | None = None  # of the newest evaluation
-        self.recorder: record.Recorder | None = None
+        self.recorder: Recorder | None = None
         self.memory: machine.Memory | None = None  # from the first step on
 
     # ------------------------------------------------------------------ beginning
@@ -113,13 +114,13 @@ class Training:
             have = len(checkpoint.found(folder)) if self.source else 0
             checkpoint.check_room(folder, need * max(min(t.keep + 1, saves + have) - have, saves > 0))
             folder, resume = make(), self.step if self.source else None
-            self.recorder = record.Recorder(folder, resume=resume, tensorboard=t.tensorboard)
+            self.recorder = Recorder(folder, resume=resume, tensorboard=t.tensorboard)
             if self.source:
                 checkpoint.set_aside(self.source)
             self.describe(self.recorder)
         self.folder = self.world.share(folder)
 
-    def describe(self, recorder: record.Recorder) -> None:
+    def describe(self, recorder: Recorder) -> None:
         """Write `config.yaml` and the first `run.json`, and tell of the start."""
         c, device = self.config, self.world.device
         recorder.settings(yaml.safe_dump(plain(c), sort_keys=False))
@@ -133,7 +134,7 @@ class Training:
             "data": self.corpus.key,
             "corpus": self.corpus.describe(),
         }
-        recorder.describe(status="running", **record.circumstances(recorder.info, self.step, hardware), **about)
+        recorder.describe(status="running", **circumstances(recorder.info, self.step, hardware), **about)
         place: dict[str, Any] = {"folder": str(recorder.folder), "step": self.step, "steps": c.train.steps}
         rate = {"tokens_per_step": c.train.batch * c.data.sequence, "hardware": recorder.info["hardware"]}
         self.emit({"kind": "start", **place, **rate, **about})
@@ -155,7 +156,7 @@ class Training:
             status, fields = "interrupted", {"resume": again if self.kept else ""}
             raise
         except Exception as e:
-            fields = {"error": str(e)}
+            fields = {"error": str(e), "reason": "diverged" if isinstance(e, Diverged) else "error"}
             raise
         finally:
             if self.recorder:
@@ -254,7 +255,7 @@ class Training:
         if self.step > (self.kept or 0) and all(bool(p.isfinite().all()) for p in self.parameters):
             self.save()
         how = f", then resume from step {self.kept} with --resume {self.folder}" if self.kept else ""
-        raise UserError(
+        raise Diverged(
             f"stopped: {count} steps in a row after step {self.step} could not be taken ({why}); "
             f"lower --optimizer.lr or --train.clip, raise --train.warmup, or use --train.precision float32{how}"
         )
@@ -363,8 +364,8 @@ class Training:
         size, text, prompt = self.bytes(), "", self.config.train.sample
         if finished and prompt and self.recorder:
             text = sample(self.model, self.corpus.tokenizer, prompt, self.config)
-            with record.writing(self.folder):
-                record.write_atomically(self.folder / "sample.txt", text + "\n")
+            with writing(self.folder):
+                write_atomically(self.folder / "sample.txt", text + "\n")
         return Result(
             status="done" if finished else "interrupted",
             folder=self.folder,

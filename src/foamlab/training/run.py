@@ -20,9 +20,9 @@ from .. import settings as knobs
 from ..config import RULE_OF_OLD, RunConfig
 from ..data.tokenizer import vocabulary
 from ..errors import UserError
+from ..files import lock
 from ..memory import advise
 from ..models import thrift
-from ..runs import record
 from ..signals import stop_requests
 from . import checkpoint, restoring
 from .loop import OnEvent, Result, Training, plain
@@ -75,8 +75,8 @@ def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = 
                 more = f"to go on, give --train.steps above {t.steps}"
                 emit({"kind": "note", "message": f"{folder} is finished, nothing is changed; {more}"})
                 return over
-            if not world.rank and (held := record.lock(folder)) is not None:
-                os.close(held)  # only looked at, before the text is read: the recorder takes it for good
+            if not world.rank:  # only looked at, before the text is read: the recorder takes it for good
+                lock(folder).release()
         else:
             folder = Path(config.out or "runs")
             if config.out and in_use(folder):
