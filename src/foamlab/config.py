@@ -1,17 +1,19 @@
 """What a run is, as typed dataclasses: `RunConfig` and its parts. Every field is a flag, a YAML key and documented.
 
-A field's type says what it may hold, bounds included. This room needs no torch, so `foamlab --help` is instant and
-every room can name its settings. `settings` reads values into these.
+A field's type says what it may hold, bounds included, and its role what it is to a run: a setting is added here alone.
+So are the forms of all settings together: a tree of plain data, a flat table, the differences of two. This room needs
+no torch, so `foamlab --help` is instant and every room can name its settings. `settings` reads values into these.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from enum import Flag, auto
+from functools import cache
 from typing import Annotated, Any, Literal
-
-from .errors import UserError
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,24 @@ Decay = Annotated[float, Range(0, below=1)]
 Name = Annotated[str, Range(0, 1000)]  # of something that is looked for, often as a file
 
 
+class Role(Flag):
+    """What a setting is to a run. Without one it may change on resume, but the rest of the run then differs."""
+
+    FIXED = auto()  # makes the run what it is: must not change on resume
+    FREE = auto()  # changes no weight: may change on resume without a word
+    NEUTRAL = auto()  # changes no result: places, and how many work
+    REPEATS = auto()  # another value repeats an experiment, it makes no other one
+    ORDER = auto()  # beside the data's own: which rows come in which order
+    SHARED = auto()  # of the optimizer, but the same for all contestants of a contest
+
+
+# a field's metadata, by its roles
+FIXED, FREE = {"role": Role.FIXED}, {"role": Role.FREE}
+PLACE = {"role": Role.FREE | Role.NEUTRAL}
+ORDER, SEED = {"role": Role.ORDER}, {"role": Role.ORDER | Role.REPEATS}
+SHARED = {"role": Role.SHARED}
+
+
 @dataclass
 class ModelConfig:
     """Which model, and how it is held.
@@ -44,7 +64,7 @@ class ModelConfig:
         checkpointing: recompute activations in the backward pass, to save memory.
     """
 
-    name: Name = "llama-1m"
+    name: Name = field(default="llama-1m", metadata=FIXED)
     checkpointing: bool = False
 
 
@@ -72,17 +92,17 @@ class DataConfig:
             same tokens (1: whole documents held out, the column told from the first row).
     """
 
-    name: Name = "stdlib"
-    tokenizer: Name = ""
-    sequence: Rows = 256
-    mode: Literal["packed", "paper"] = "packed"
-    validation: Decay = 0.05
-    limit: Count = 0
-    column: Name = ""
-    lost: Share = 0.01
-    cache: Name = ""
-    workers: Threads = 0
-    version: Count = 0
+    name: Name = field(default="stdlib", metadata=FIXED)
+    tokenizer: Name = field(default="", metadata=FIXED)
+    sequence: Rows = field(default=256, metadata=FIXED)
+    mode: Literal["packed", "paper"] = field(default="packed", metadata=FIXED)
+    validation: Decay = field(default=0.05, metadata=FIXED)
+    limit: Count = field(default=0, metadata=FIXED)
+    column: Name = field(default="", metadata=FIXED)
+    lost: Share = field(default=0.01, metadata=FREE)
+    cache: Name = field(default="", metadata=PLACE)
+    workers: Threads = field(default=0, metadata=PLACE)
+    version: Count = field(default=0, metadata=FIXED)
 
 
 # FOAM's keywords beyond those of OptimizerConfig, for --help, which must not import torch
@@ -122,13 +142,13 @@ class OptimizerConfig:
         options: any further keyword of the optimizer, as optimizer.options.KEY (`foamlab optimizers NAME` lists them).
     """
 
-    name: Name = "foam"
+    name: Name = field(default="foam", metadata=FIXED)
     lr: Amount | None = None
-    betas: tuple[Decay, Decay] | None = None
-    eps: Amount = 1e-8
-    weight_decay: Amount = 0.0
+    betas: tuple[Decay, Decay] | None = field(default=None, metadata=SHARED)
+    eps: Amount = field(default=1e-8, metadata=SHARED)
+    weight_decay: Amount = field(default=0.0, metadata=SHARED)
     scale: Amount | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict, metadata=FIXED)
 
 
 @dataclass
@@ -161,27 +181,27 @@ class TrainConfig:
     """
 
     steps: Count = 400
-    batch: Rows = 16
+    batch: Rows = field(default=16, metadata=ORDER)
     micro_batch: Count = 0
     warmup: Share = 0.1
     final: Share = 0.1
     clip: Amount = 1.0
     clip_each: Amount = 0.0
-    release: bool = False
+    release: bool = field(default=False, metadata=FREE)
     chunked_loss: Count = 0
-    precision: Literal["auto", "float32", "bfloat16", "mixed"] = "auto"
-    residual_every: Count = 0
-    eval_every: Count = 100
-    eval_tokens: Count = 65536
-    checkpoint_every: Count = 200
-    keep: Positive = 2
-    patience: Positive = 10
-    seed: Seed = 0
+    precision: Literal["auto", "float32", "bfloat16", "mixed"] = field(default="auto", metadata=FIXED)
+    residual_every: Count = field(default=0, metadata=FREE)
+    eval_every: Count = field(default=100, metadata=FREE)
+    eval_tokens: Count = field(default=65536, metadata=FREE)
+    checkpoint_every: Count = field(default=200, metadata=FREE)
+    keep: Positive = field(default=2, metadata=FREE)
+    patience: Positive = field(default=10, metadata=FREE)
+    seed: Seed = field(default=0, metadata=SEED)
     threads: Threads = 0
     device: Name = "auto"
-    sample: str = "def "
-    tensorboard: bool = False
-    memory: Literal["refuse", "warn", "ignore"] = "refuse"
+    sample: str = field(default="def ", metadata=FREE)
+    tensorboard: bool = field(default=False, metadata=FREE)
+    memory: Literal["refuse", "warn", "ignore"] = field(default="refuse", metadata=FREE)
 
 
 @dataclass
@@ -196,7 +216,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    out: Name = ""
+    out: Name = field(default="", metadata=PLACE)
 
 
 # what torchfoam 0.1 did without a name for it; PAPER has the same
@@ -217,21 +237,47 @@ def of_old(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def settings(plain: dict[str, Any]) -> RunConfig:
-    """A run's settings from what `plain` made of them; those of old name no version of the data, which is 1.
+@cache
+def named(role: Role) -> tuple[str, ...]:
+    """The full names of the settings that have a role, in order: ("model.name", ...)."""
+    found = []
+    for part in fields(RunConfig()):
+        held = getattr(RunConfig(), part.name)
+        inner = [(f"{part.name}.{f.name}", f) for f in fields(held)] if is_dataclass(held) else [(part.name, part)]
+        found += [name for name, f in inner if role in f.metadata.get("role", Role(0))]
+    return tuple(found)
 
-    Raises:
-        UserError: a part or a setting that is not known, or lacks.
+
+# ---------------------------------------------------------------------------------------------- forms
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """The settings as JSON and YAML know them: tuples become lists. `settings.from_dict` reads them back."""
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(config)))
+    return plain
+
+
+def flat(tree: Any, depth: int = 100, prefix: str = "") -> dict[str, Any]:
+    """The leaves of a tree by their full names, at most `depth` words deep; a mapping deeper down is a leaf.
+
+    >>> flat({"optimizer": {"options": {"level": 2}}}), flat({"optimizer": {"options": {"level": 2}}}, 2)
+    ({'optimizer.options.level': 2}, {'optimizer.options': {'level': 2}})
     """
-    kinds = {"model": ModelConfig, "data": DataConfig, "optimizer": OptimizerConfig, "train": TrainConfig}
-    try:
-        plain = {**plain, "data": {"version": 1, **plain["data"]}}
-        return RunConfig(**{part: kind(**plain[part]) for part, kind in kinds.items()}, out=str(plain["out"]))
-    except (TypeError, KeyError) as e:
-        raise UserError(f"these are no settings of a run, or of another foamlab: {e}") from None
+    if not isinstance(tree, Mapping) or not depth:
+        return {prefix: tree} if prefix else {}
+    found: dict[str, Any] = {}
+    for key, inner in tree.items():
+        found |= flat(inner, depth - 1, f"{prefix}.{key}" if prefix else str(key))
+    return found
 
 
-def plain(config: RunConfig) -> dict[str, Any]:
-    """The settings as JSON and YAML know them: tuples become lists."""
-    settings: dict[str, Any] = json.loads(json.dumps(asdict(config)))
-    return settings
+def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """{name: (was, is now)} of the settings in `now`, flat as `was` is, that are not as they were; None: it was not."""
+    return {key: (was.get(key), x) for key, x in now.items() if was.get(key) != x}
+
+
+def shared(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the settings of a contest, as `to_dict` has them, those that all its runs share."""
+    optimizer = {key: x for key, x in settings["optimizer"].items() if f"optimizer.{key}" in named(Role.SHARED)}
+    train = {key: x for key, x in settings["train"].items() if f"train.{key}" not in named(Role.REPEATS)}
+    return {**settings, "optimizer": optimizer, "train": train}

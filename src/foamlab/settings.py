@@ -236,7 +236,7 @@ def _short(value: Any) -> str:
 
 
 def build(values: Mapping[str, Any], where: str = "") -> RunConfig:
-    """The settings from values by name, as `flat` gives them; what is not named has its default.
+    """The settings from values by name, as `by_name` gives them; what is not named has its default.
 
     Raises:
         UserError: one that cannot be; `where` tells the file.
@@ -254,7 +254,7 @@ def build(values: Mapping[str, Any], where: str = "") -> RunConfig:
     return config
 
 
-def flat(content: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+def by_name(content: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     """Values by the full names of their settings, from what a file holds: a mapping of parts, of which each holds its
     own; or of names that `name_of` knows.
 
@@ -276,6 +276,17 @@ def flat(content: Mapping[str, Any], where: str = "") -> dict[str, Any]:
                 raise UserError(f"{where}{name} is given twice")
             found[name] = x
     return found
+
+
+def from_dict(content: Mapping[str, Any], where: str = "") -> RunConfig:
+    """The settings of a run from what `config.to_dict` made of them; those of old name no version of the data: it is 1.
+
+    Raises:
+        UserError: a part that is missing or unknown; an unknown setting; a value that cannot be. `where` is the file.
+    """
+    if lacking := [part for part in (*_parts(), "out") if part not in content]:
+        raise UserError(f"{where}these are no settings of a run: they lack {', '.join(lacking)}")
+    return build({"data.version": 1, **by_name(content, where)}, where)
 
 
 def checked(config: RunConfig) -> RunConfig:

@@ -14,7 +14,7 @@ import yaml
 from foamlab import config, optimizers
 from foamlab import settings as knobs
 from foamlab.cli import main
-from foamlab.config import FOAM_OPTIONS, OptimizerConfig, RunConfig, plain
+from foamlab.config import FOAM_OPTIONS, OptimizerConfig, Role, RunConfig, to_dict
 from foamlab.errors import UserError
 from foamlab.training.run import train
 
@@ -77,7 +77,7 @@ def test_no_type_of_any_setting_is_a_traceback(key):
         lines = []
         for reader in (lambda run=run: knobs.checked(run), lambda value=value: knobs.build({key: value})):
             try:
-                plain(reader())
+                to_dict(reader())
             except UserError as e:
                 lines.append(str(e))
         assert len(lines) in (0, 2) and all(key in line and len(line) < 250 and "\n" not in line for line in lines)
@@ -267,6 +267,45 @@ def test_settings_go_through_json_and_back(tmp_path):
     run = small.config(tmp_path, tmp_path / "run", lr=1e-3)
     run.optimizer.options = {"level": "row", "overrides": {"*q*": {"level": 0}}, "backend": None}
     run.optimizer.betas = (0.9, 0.95)
-    again = knobs.checked(config.settings(json.loads(json.dumps(plain(run)))))
+    again = knobs.from_dict(json.loads(json.dumps(to_dict(run))))
     assert again == run and all(vars(getattr(again, f.name)) == vars(getattr(run, f.name)) for f in fields(run)[:4])
     assert run == knobs.checked(run)
+
+
+def test_what_each_setting_is_to_a_run():
+    """Written out: a setting whose role is forgotten or changed is seen here."""
+    data = ("name", "tokenizer", "sequence", "mode", "validation", "limit", "column", "version")
+    fixed = ("model.name", *(f"data.{key}" for key in data), "optimizer.name", "optimizer.options", "train.precision")
+    record = ("eval_every", "eval_tokens", "checkpoint_every", "keep", "patience", "sample", "tensorboard", "memory")
+    places = ("data.cache", "data.workers", "out")
+    free = ("data.lost", *places, "train.release", "train.residual_every", *(f"train.{key}" for key in record))
+    assert set(config.named(Role.FIXED)) == set(fixed)
+    assert set(config.named(Role.FREE)) == set(free)
+    assert config.named(Role.NEUTRAL) == places
+    assert config.named(Role.REPEATS) == ("train.seed",)
+    assert config.named(Role.ORDER) == ("train.batch", "train.seed")
+    assert config.named(Role.SHARED) == ("optimizer.betas", "optimizer.eps", "optimizer.weight_decay")
+    told = knobs.knobs().keys() - {*fixed, *free}
+    loop = ("steps", "batch", "micro_batch", "warmup", "final", "clip", "clip_each", "chunked_loss", "seed", "threads")
+    rates = ("lr", "betas", "eps", "weight_decay", "scale")
+    assert told == {
+        "model.checkpointing", "train.device", *(f"train.{k}" for k in loop), *(f"optimizer.{k}" for k in rates),
+    }  # fmt: skip
+
+
+def test_forms_of_settings():
+    tree = {"optimizer": {"options": {"level": 2, "overrides": {}}, "lr": 1}, "out": ""}
+    assert config.flat(tree, 2) == {
+        "optimizer.options": {"level": 2, "overrides": {}}, "optimizer.lr": 1, "out": ""
+    }  # fmt: skip
+    assert config.flat(tree) == {"optimizer.options.level": 2, "optimizer.lr": 1, "out": ""}
+    was, now = {"a": 1, "b": 2, "gone": 3}, {"a": 1, "b": 3, "new": 4}
+    assert config.differences(was, now) == {"b": (2, 3), "new": (None, 4)}
+    whole = to_dict(RunConfig())
+    kept = config.shared(whole)
+    assert set(kept["optimizer"]) == {"betas", "eps", "weight_decay"} and "seed" in whole["train"]
+    assert kept["train"].keys() == whole["train"].keys() - {"seed"} and kept["model"] == whole["model"]
+    with pytest.raises(UserError, match="no settings of a run: they lack data, out"):
+        knobs.from_dict({part: {} for part in ("model", "optimizer", "train")})
+    with pytest.raises(UserError, match=r"train\.steps must be a whole number"):
+        knobs.from_dict({**whole, "train": {"steps": "many"}})

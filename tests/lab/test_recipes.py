@@ -22,13 +22,12 @@ from safetensors.torch import load_file
 from foamlab import models, optimizers
 from foamlab.cli import arguments
 from foamlab.cli.command import Command
-from foamlab.config import RunConfig
+from foamlab.config import RunConfig, to_dict
 from foamlab.data.tokenizer import vocabulary
 from foamlab.memory import gpus
 from foamlab.memory.planner import Planner
 from foamlab.text import gb
 from foamlab.training import checkpoint
-from foamlab.training.loop import plain
 from foamlab.training.preview import preview
 from foamlab.training.run import train
 from tolerances import exact
@@ -201,7 +200,7 @@ def run_of(home: Path, out: Path, name: str, *flags: str) -> None:
     info = json.loads((out / "two" / "run.json").read_text())
     assert info["status"] == "done" and info["hardware"]["processes"] == 2
     asked, used = parse(name, *flags), yaml.safe_load((out / "two" / "config.yaml").read_text())
-    assert used["optimizer"] == plain(replace(asked, optimizer=optimizers.resolve(asked.optimizer)))["optimizer"]
+    assert used["optimizer"] == to_dict(replace(asked, optimizer=optimizers.resolve(asked.optimizer)))["optimizer"]
     assert (used["data"]["mode"], used["data"]["limit"]) == (asked.data.mode, asked.data.limit)
     train(parse(*shrunk(home, name, *flags, out=out / "one")))
     one, two = small.metrics(out / "one"), small.metrics(out / "two")

@@ -179,7 +179,7 @@ def test_a_terminal_that_is_closed_lets_the_run_save(home, tmp_path, monkeypatch
 def test_a_closed_terminal_ends_the_command(home, tmp_path):
     """The whole of it, in a process whose terminal goes away: the system sends SIGHUP."""
     settings = tmp_path / "run.yaml"
-    settings.write_text(json.dumps(runner.plain(small.config(home, tmp_path / "run", steps=10**6, memory="ignore"))))
+    settings.write_text(json.dumps(runner.to_dict(small.config(home, tmp_path / "run", steps=10**6, memory="ignore"))))
     master, slave = os.openpty()
     code = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
     words = [

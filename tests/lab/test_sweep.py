@@ -232,7 +232,7 @@ def test_every_optimizer_has_its_own_grid_unless_one_is_given(config):
         (1.0,)
     }
     assert design.Contest.from_dict(json.loads(json.dumps(c.as_dict()))) == replace(
-        c, config=trial.settings(c.as_dict()["settings"])
+        c, config=trial.settings.from_dict(c.as_dict()["settings"])
     )
 
 
@@ -396,7 +396,7 @@ def test_an_interrupted_contest_ends_as_one_that_was_not(config, tmp_path, here,
             if event["kind"] == "train" and event["step"] == 3:
                 signal.raise_signal(signal.SIGTERM)
 
-        train(trial.settings(orders["config"]), on_event=stop)
+        train(trial.settings.from_dict(orders["config"]), on_event=stop)
         return Done(130)
 
     monkeypatch.setattr(runner.Hall, "spawn", stop_the_third)
@@ -501,9 +501,7 @@ def test_a_diverged_run_is_a_result(config, tmp_path, here):
 
 def test_the_command(config, tmp_path, here, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    from foamlab.training.loop import plain
-
-    settings = plain(config)
+    settings = runner.to_dict(config)
     settings.pop("out")
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(settings))
     words = ["compare", "my.yaml", "--optimizers", "foam,adamw", "--lr", "1e-3", "--seeds", "0,1", "--out", "c"]
@@ -619,7 +617,7 @@ def test_a_second_ctrl_c_leaves_no_process_behind(config, tmp_path, monkeypatch)
 @pytest.mark.heavy
 def test_a_killed_contest_goes_on(config, home, tmp_path):
     """In real processes: kill -9 in the middle; what had finished is not repeated, all else is done."""
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump({k: v for k, v in runner.plain(config).items() if k != "out"}))
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({k: v for k, v in runner.to_dict(config).items() if k != "out"}))
     words = [sys.executable, "-m", "foamlab", "compare"]
     flags = ["--optimizers", "foam,adamw", "--lr", "1e-2,1e-3", "--seeds", "0", "--jobs", "2", "--out", "c"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -833,8 +831,8 @@ def test_a_hostile_contest_is_refused_before_anything_is_made(config, tmp_path, 
     [
         (lambda c: c["contestants"][0].update(optimizer="evil"), "unknown optimizer 'evil'"),
         (lambda c: c["contestants"][0]["options"].update(evil=1), "unknown option of foam-paper 'evil'"),
-        (lambda c: c["settings"]["train"].update(evil=1), "no settings of a run.*evil"),
-        (lambda c: c["settings"].pop("model"), "no settings of a run.*model"),
+        (lambda c: c["settings"]["train"].update(evil=1), "contest.json: unknown setting train.evil"),
+        (lambda c: c["settings"].pop("model"), "contest.json: these are no settings of a run: they lack model"),
     ],
 )
 def test_a_contest_over_what_there_is_not_is_refused_before_anything_is_made(config, tmp_path, change, message):

@@ -21,11 +21,10 @@ import yaml
 from foamlab import data, machine, models, optimizers
 from foamlab.cli.arguments import parse
 from foamlab.cli.commands import commands
-from foamlab.config import RULE_OF_OLD, TrainConfig
+from foamlab.config import RULE_OF_OLD, TrainConfig, to_dict
 from foamlab.errors import Diverged, UserError
 from foamlab.models.language import loss_fn, schedule
 from foamlab.training import checkpoint, loop
-from foamlab.training.loop import plain
 from foamlab.training.run import train
 from tolerances import exact, rounding
 from torchfoam import PAPER
@@ -477,7 +476,7 @@ def test_record_settings_and_events(home: Path, tmp_path: Path) -> None:
     )
     settings = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert settings["optimizer"]["lr"] == 1e-3 and settings["train"]["precision"] == "float32"
-    assert {**settings["train"], "precision": "auto"} == plain(c)["train"]
+    assert {**settings["train"], "precision": "auto"} == to_dict(c)["train"]
     assert result.tokens == 6 * 4 * 16 and result.seconds > 0
 
 

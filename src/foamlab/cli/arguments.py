@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from .. import settings
-from ..config import FOAM_OPTIONS, RunConfig, of_old, plain
+from ..config import FOAM_OPTIONS, RunConfig, of_old, to_dict
 from ..errors import UserError, known_name, nearest
 from ..files import parse_yaml, read_yaml
 from .command import Command
@@ -39,7 +39,7 @@ def call(command: Command, args: Words) -> int | str | None:
     if shown:
         import yaml
 
-        return str(yaml.safe_dump(plain(positional[0]), sort_keys=False))
+        return str(yaml.safe_dump(to_dict(positional[0]), sort_keys=False))
     return command.function(*positional, **flags)
 
 
@@ -148,7 +148,7 @@ def _settings(path: Path) -> Values:
     """The settings that a YAML file holds. Raises UserError if they are none."""
     if not (content := read_yaml(path)):
         raise UserError(f"{path} holds no settings; `foamlab presets demo` shows what they look like")
-    values = settings.flat(content, f"{path}: ")
+    values = settings.by_name(content, f"{path}: ")
     return of_old(values) if (path.parent / "run.json").is_file() else values
 
 

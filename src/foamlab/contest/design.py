@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .. import data, optimizers
-from ..config import OptimizerConfig, RunConfig, settings
+from .. import data, optimizers, settings
+from ..config import OptimizerConfig, RunConfig, to_dict
 from ..errors import UserError, known_name
 from ..optimizers.fold_ablation import STUDIES, with_own
 from ..runs.provenance import cores
 from ..training import run as train
-from ..training.loop import plain
-from .folder import FORMAT
+from .folder import FILE, FORMAT
 from .search import MARGIN, Arm, Rule
 
 Grids = dict[str, list[float]]  # arm -> values; "" is all arms
@@ -48,7 +47,7 @@ class Contest:
         return {
             "format": FORMAT,
             "kind": self.kind,
-            "settings": plain(self.config),
+            "settings": to_dict(self.config),
             "contestants": [asdict(arm) for arm in self.arms],
             "seeds": self.seeds,
             "finalists": self.finalists,
@@ -63,7 +62,16 @@ class Contest:
         arms = [Arm(**a) for a in d["contestants"]]
         rule = Rule(**d["rule"])
         margin = d.get("margin", MARGIN)
-        return cls(d["kind"], settings(d["settings"]), arms, d["seeds"], d["finalists"], rule, d["studies"], margin)
+        return cls(
+            d["kind"],
+            settings.from_dict(d["settings"], f"{FILE}: "),
+            arms,
+            d["seeds"],
+            d["finalists"],
+            rule,
+            d["studies"],
+            margin,
+        )
 
 
 def comparison(

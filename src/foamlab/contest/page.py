@@ -6,16 +6,17 @@ Rows, verdicts and cautions are those of `standings`, charts of `gallery`; the p
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from ..config import flat, shared
 from ..report import charts as plots
 from ..report.html import bars, bullets, figure, frame, heads, mark, note, plain, row_head, texts
 from ..report.html import table as html_table
 from ..report.runs_page import RATIOS, cell, cost_table, curves_csv, moment, sheet, write
-from ..runs.summary import flatten, perplexity, read_settings
+from ..runs.summary import perplexity, read_settings
 from . import results
 from .charts import Book, charts, open_book
 from .search import joint
@@ -71,7 +72,7 @@ def page(book: Book, target: float | None = None) -> str:
     curves = draw("curves")
     counts = ", ".join(f"{over.count(status)} {status}" for status in dict.fromkeys(over)) or "none yet"
     settings = {"command": contest["command"], "started": contest["started"], "ended": contest.get("ended")}
-    settings |= {"data hash": contest.get("data"), **flatten(_shared(contest["settings"]))}
+    settings |= {"data hash": contest.get("data"), **flat(shared(contest["settings"]))}
     details = [("What each contestant is, and what was tried", contestants(book))]
     details += [("Settings that all share", plain(settings)), ("Versions and hardware", plain(circumstances(book)))]
     details.append((f"All {len(over)} runs", runs_table(book)))
@@ -99,13 +100,6 @@ def _headline(book: Book) -> list[str]:
     best = book.ranked[0]
     said = f"{so_far}{best.arm} ends with the lowest mean validation loss, {best.loss:.3f} (n = {best.result['n']})"
     return [said, *book.contest["verdicts"][:1]]
-
-
-def _shared(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what each contestant has of its own."""
-    optimizer = {key: settings["optimizer"][key] for key in ("betas", "eps", "weight_decay")}
-    train = {key: value for key, value in settings["train"].items() if key != "seed"}
-    return {**settings, "optimizer": optimizer, "train": train}
 
 
 def _notes(book: Book) -> dict[str, str]:
@@ -190,7 +184,7 @@ def contestants(book: Book) -> str:
 
 def circumstances(book: Book) -> dict[str, str]:
     """Versions and hardware of all runs; what differs between them stands side by side."""
-    infos = [flatten({k: run.run.info.get(k) for k in ("versions", "hardware")}) for r in book.rows for run in r.runs]
+    infos = [flat({k: run.run.info.get(k) for k in ("versions", "hardware")}) for r in book.rows for run in r.runs]
     keys = dict.fromkeys(key for info in infos for key in info)
     return {key: " | ".join(dict.fromkeys(str(info.get(key)) for info in infos)) for key in keys}
 

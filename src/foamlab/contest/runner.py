@@ -23,13 +23,12 @@ import torch
 import yaml
 
 from .. import data, machine, optimizers
-from ..config import RunConfig
+from ..config import RunConfig, differences, flat, to_dict
 from ..errors import UserError
 from ..files import await_release, lock
 from ..runs.provenance import cores, now
 from ..signals import STOPS, stop_requests
 from ..training import run as train
-from ..training.loop import plain
 from .design import Contest
 from .folder import Outcomes, newest, outcome, read, same_library, write
 from .results import standings
@@ -57,7 +56,7 @@ def start(contest: Contest, folder: Path, jobs: int = 0, on_event: OnEvent = lam
     except OSError as e:
         raise UserError(f"cannot make the folder {folder}: {e.strerror}; choose another --out") from None
     # so that --resume finds the settings where it finds those of a run
-    (folder / "config.yaml").write_text(yaml.safe_dump(plain(contest.config), sort_keys=False), encoding="utf-8")
+    (folder / "config.yaml").write_text(yaml.safe_dump(to_dict(contest.config), sort_keys=False), encoding="utf-8")
     write(folder, {**contest.as_dict(), "status": "running", "command": shlex.join(sys.argv), "started": now()})
     return resume(folder, jobs, on_event)
 
@@ -80,10 +79,8 @@ def go_on(
             raise UserError(
                 f"{folder} was begun with another {flags}: beside --resume give its flags all as they were, or none"
             )
-    was, given = train.flat(kept["settings"]), train.flat(plain(config))
-    for key in was:
-        if was[key] != (now := given.get(key)):
-            raise UserError(f"{folder} was begun with {key} {was[key]!r}, not {now!r}: start a new contest for it")
+    for key, (given, was) in differences(flat(to_dict(config), 2), flat(kept["settings"], 2)).items():
+        raise UserError(f"{folder} was begun with {key} {was!r}, not {given!r}: start a new contest for it")
     return resume(folder, jobs, on_event)
 
 
@@ -195,7 +192,7 @@ class Hall:
             shutil.rmtree(folder)
         folder.parent.mkdir(exist_ok=True)
         rule = asdict(self.contest.rule) if trial.stage != "seeds" and self.contest.rule.step else None
-        orders = {"config": plain(self.config(trial)), "resume": again, "rule": rule, "data": self.text}
+        orders = {"config": to_dict(self.config(trial)), "resume": again, "rule": rule, "data": self.text}
         self.running[trial.name] = (self.spawn(orders, slot, self.folder / f"{trial.name}.err"), trial, slot)
         self.emit({"kind": "launch", "trial": trial.name, "resumed": again, "slot": slot})
 

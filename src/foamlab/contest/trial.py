@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..config import settings
+from .. import settings
 from ..errors import UserError
 from ..files import write_atomically
 from ..training.run import train
@@ -24,7 +24,7 @@ from .search import Rule
 
 def run(orders: dict[str, Any]) -> str:
     """Do the run; returns its status, "stopped" if the rule ended it."""
-    config = settings(orders["config"])
+    config = settings.from_dict(orders["config"])
     folder = Path(config.out)
     rule = Rule(**orders["rule"]) if orders["rule"] else None
 

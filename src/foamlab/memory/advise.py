@@ -17,7 +17,7 @@ import torch
 from torchfoam import FOAM
 
 from .. import optimizers
-from ..config import OptimizerConfig, RunConfig
+from ..config import OptimizerConfig, RunConfig, differences, flat, to_dict
 from ..errors import UserError
 from ..text import gb
 from . import simulate
@@ -74,7 +74,7 @@ def fit(planner: Planner, config: RunConfig, everything: bool = False) -> Fit:
         rows, sequence = most_rows(planner, mildest.config), longest(planner, mildest.config)
     many = (2, 4, 8) if not config.train.release else ()  # each would step on its own gradient
     gpus = {n: sharded(planner, config, n) for n in many if config.train.batch >= n}
-    changes = differences(asked.config, mildest.config) if mildest else []
+    changes = flags(asked.config, mildest.config) if mildest else []
     return Fit(asked, mildest, changes, why, rows, sequence, rivals(planner, asked, everything), gpus)
 
 
@@ -157,21 +157,16 @@ def with_rows(config: RunConfig, rows: int) -> RunConfig:
     return replace(config, train=replace(config.train, micro_batch=rows, batch=batch))
 
 
-def differences(old: RunConfig, new: RunConfig) -> list[str]:
+def flags(old: RunConfig, new: RunConfig) -> list[str]:
     """What changed, as flags of `foamlab train`."""
-    was, now = flat(old), flat(new)
-    was.setdefault("optimizer.options.state", "float32")
-    return [f"--{key} {str(x).lower() if isinstance(x, bool) else x}" for key, x in now.items() if was.get(key) != x]
+    was, now = ({k: x for k, x in flat(to_dict(c), 3).items() if not _whole(k, c)} for c in (old, new))
+    changed = differences({"optimizer.options.state": "float32", **was}, now)
+    return [f"--{key} {str(x).lower() if isinstance(x, bool) else x}" for key, (_, x) in changed.items()]
 
 
-def flat(config: RunConfig) -> dict[str, Any]:
-    """The settings that `variants` may change."""
-    options = {f"optimizer.options.{key}": x for key, x in config.optimizer.options.items()}
-    train = {f"train.{key}": x for key, x in vars(config.train).items()}
-    if config.train.micro_batch == config.train.batch:
-        del train["train.micro_batch"]
-    name = {"optimizer.name": config.optimizer.name}
-    return {**name, **options, **train, "model.checkpointing": config.model.checkpointing}
+def _whole(key: str, config: RunConfig) -> bool:
+    """Whether a setting says nothing: a micro-batch as large as the batch."""
+    return key == "train.micro_batch" and config.train.micro_batch == config.train.batch
 
 
 # ---------------------------------------------------------------------------------------------- how much fits
@@ -352,7 +347,7 @@ def advise(planner: Planner, plan: Plan) -> str:
     assert planner.capacity
     parts = ", ".join(f"{name} {gb(size)}" for name, size in sorted(plan.peak.items(), key=lambda x: -x[1])[:4] if size)
     mildest, why = mildest_of(planner, plan)
-    hint = f"it fits with {' '.join(differences(plan.config, mildest.config))}" if mildest else why
+    hint = f"it fits with {' '.join(flags(plan.config, mildest.config))}" if mildest else why
     return f"this run needs about {gb(plan.total)} of {gb(planner.capacity)} ({parts}): {hint}"
 
 

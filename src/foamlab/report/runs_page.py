@@ -14,6 +14,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..config import flat
 from ..errors import UserError
 from ..files import write_atomically
 from ..runs.provenance import now
@@ -27,7 +28,6 @@ from ..runs.summary import (
     differing,
     equal_models,
     fair_points,
-    flatten,
     headline,
     part,
     perplexity,
@@ -253,7 +253,7 @@ def page(runs: Sequence[Summary], target: float | None = None, contests: Sequenc
     def figures_of(kind: type) -> str:
         return "".join(figure(c, _note(c, runs), c.name == "loss") for c in drawn if isinstance(c, kind))
 
-    record = [flatten(run.run.info) for run in runs]
+    record = [flat(run.run.info) for run in runs]
     main = [
         f"<h2>{'In numbers' if len(runs) == 1 else 'Side by side'}</h2>",
         summary_table(runs),

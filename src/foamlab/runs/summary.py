@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..config import Role, flat, named
 from ..errors import UserError
 from ..files import read_yaml
 from .record import Run, read_run
 from .stats import Mean, mean, paired, verdict
 
 KEYS = ("step", "tokens", "seconds", "loss", "lr", "grad_norm")
-NEUTRAL = ("out", "data.cache", "data.workers")
-NOT_AN_ARM = (*NEUTRAL, "train.seed")  # settings that do not make another experiment
-SEEN = ("train.seed", "train.batch")  # with data.*: which rows come in which order
+NEUTRAL = named(Role.NEUTRAL)
+NOT_AN_ARM = (*NEUTRAL, *named(Role.REPEATS))
 
 
 @dataclass(frozen=True)
@@ -155,18 +155,9 @@ def _columns(lines: list[dict[str, Any]]) -> dict[str, list[float]]:
 def read_settings(folder: Path) -> dict[str, Any]:
     """config.yaml with dotted keys; {} when the run has none."""
     try:
-        return flatten(read_yaml(folder / "config.yaml"))
+        return flat(read_yaml(folder / "config.yaml"))
     except FileNotFoundError:
         return {}
-
-
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
-    if not isinstance(tree, dict):
-        return {prefix: tree} if prefix else {}
-    return {
-        k: v for key, sub in tree.items() for k, v in flatten(sub, f"{prefix}.{key}" if prefix else str(key)).items()
-    }
 
 
 def differing(runs: Sequence[Summary]) -> list[str]:
@@ -384,6 +375,6 @@ def fair_points(runs: Sequence[Summary]) -> list[str]:
     said = []
     if len(ran) > 1 and len({run.tokens for run in ran}) == 1 and math.isfinite(ran[0].tokens):
         said.append(f"All finished runs saw {ran[0].tokens:,.0f} tokens.")
-    if len(ran) > 1 and same(ran, keys=SEEN):
+    if len(ran) > 1 and same(ran, keys=named(Role.ORDER)):
         said.append("Same data settings, seed and batch size: the same batches in the same order.")
     return said

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
 from .. import data, machine, optimizers
-from ..config import RunConfig, plain
+from ..config import RunConfig, to_dict
 from ..errors import Diverged, UserError
 from ..files import write_atomically, writing
 from ..models import thrift
@@ -123,13 +123,13 @@ class Training:
     def describe(self, recorder: Recorder) -> None:
         """Write `config.yaml` and the first `run.json`, and tell of the start."""
         c, device = self.config, self.world.device
-        recorder.settings(yaml.safe_dump(plain(c), sort_keys=False))
+        recorder.settings(yaml.safe_dump(to_dict(c), sort_keys=False))
         hardware: dict[str, Any] = {"device": str(device), "processes": self.world.size}
         if device.type == "cuda":
             hardware["gpu"] = torch.cuda.get_device_name(device)
         about = {
             "model": {"name": c.model.name, "parameters": sum(p.numel() for p in self.model.parameters())},
-            "optimizer": plain(c)["optimizer"],
+            "optimizer": to_dict(c)["optimizer"],
             "bytes": self.bytes(),
             "data": self.corpus.key,
             "corpus": self.corpus.describe(),
@@ -353,7 +353,7 @@ class Training:
             )
             self.emit({"kind": "note", "message": f"the checkpoint will not resume: {remark}"})
         training = {name: getattr(self, name) for name in PLACE} | {"optimizer": state, "remark": remark}
-        training |= {"config": json.dumps(plain(self.config)), "data": self.corpus.key, "digest": self.corpus.digest}
+        training |= {"config": json.dumps(to_dict(self.config)), "data": self.corpus.key, "digest": self.corpus.digest}
         self.recorder.sync()
         keep, tokenizer = self.config.train.keep, self.corpus.tokenizer
         path = checkpoint.save(self.folder, self.step, self.model, tokenizer, training, keep)

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from torchfoam import FOAM, routing_table
 
 from .. import data, machine, models, optimizers
-from ..config import RunConfig
+from ..config import RunConfig, to_dict
 from ..data import sources
 from ..data.tokenizer import vocabulary
 from ..memory import simulate
 from ..models import thrift
-from .run import check, plain
+from .run import check
 
 
 def preview(config: RunConfig) -> str:
@@ -49,7 +49,7 @@ def preview(config: RunConfig) -> str:
     weights = sum(p.numel() for p in model.parameters())
     size, state = weights * dtype.itemsize, optimizers.state_bytes(optimizer)
     lines = [
-        yaml.safe_dump(plain(settings), sort_keys=False),
+        yaml.safe_dump(to_dict(settings), sort_keys=False),
         routing_table(optimizer) if isinstance(optimizer, FOAM) else groups(optimizer),
         "",
         f"model   {config.model.name}: {weights:,} parameters with a vocabulary of {vocab:,}; precision {precision}",

@@ -17,7 +17,7 @@ import torch
 
 from .. import data, machine, models, optimizers
 from .. import settings as knobs
-from ..config import RULE_OF_OLD, RunConfig
+from ..config import RULE_OF_OLD, Role, RunConfig, differences, flat, named, to_dict
 from ..data.tokenizer import vocabulary
 from ..errors import UserError
 from ..files import lock
@@ -25,21 +25,9 @@ from ..memory import advise
 from ..models import thrift
 from ..signals import stop_requests
 from . import checkpoint, restoring
-from .loop import OnEvent, Result, Training, plain
+from .loop import OnEvent, Result, Training
 
 __all__ = ["Result", "train"]
-
-# settings that make it another run: they must not change on resume
-FIXED = (
-    "model.name", "optimizer.name", "optimizer.options", "data.name", "data.tokenizer", "data.sequence", "data.mode",
-    "data.validation", "data.limit", "data.column", "data.version", "train.precision",
-)  # fmt: skip
-# settings that change no weight: they may change without a word
-FREE = (
-    "out", "data.cache", "data.workers", "data.lost", "train.eval_every", "train.eval_tokens", "train.checkpoint_every",
-    "train.keep", "train.patience", "train.sample", "train.tensorboard", "train.memory", "train.release",
-    "train.residual_every",
-)  # fmt: skip
 
 
 def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = lambda event: None) -> Result:
@@ -126,14 +114,14 @@ def old(config: RunConfig, resume: Path, emit: OnEvent) -> tuple[RunConfig, Path
     folder, source = checkpoint.find(resume)
     saved = checkpoint.load(source)
     was = restoring.check(saved, source / checkpoint.TRAINING)
-    kept, options = was.setdefault("data", {}), flat(was).get("optimizer.options")
+    kept, options = was.setdefault("data", {}), flat(was, 2).get("optimizer.options")
     if isinstance(kept, dict) and "version" not in kept:  # of 0.1, which named neither this nor its rule
         kept["version"] = 1
         if isinstance(options, dict):
             now = config.optimizer.options
             options |= {key: x for key, x in RULE_OF_OLD.items() if key in now and key not in options}
-    config = settle(config, emit, flat(was).get("data.version", 1))
-    for message in changes(was, plain(config), source):
+    config = settle(config, emit, flat(was, 2).get("data.version", 1))
+    for message in changes(was, to_dict(config), source):
         emit({"kind": "note", "message": message})
     return config, folder, source, saved
 
@@ -159,23 +147,14 @@ def check(config: RunConfig) -> RunConfig:
 
 def changes(old: dict[str, Any], new: dict[str, Any], source: Path) -> Iterable[str]:
     """Remarks on settings that differ from those of the checkpoint `source`; UserError if it is another run's."""
-    was, now = flat(old), flat(new)
-    for key in FIXED:
-        if was.get(key) != now.get(key):
-            raise UserError(f"{source} was made with {key} {was.get(key)!r}, this run has {now.get(key)!r}: "
+    changed = differences(flat(old, 2), flat(new, 2))
+    for key, (was, now) in changed.items():
+        if key in named(Role.FIXED):
+            raise UserError(f"{source} was made with {key} {was!r}, this run has {now!r}: "
                             "resume with the same, or start a new run")  # fmt: skip
-    for key in now:
-        if key not in FIXED + FREE and was.get(key) != now[key]:
-            yield f"{key} was {was.get(key)!r}, is now {now[key]!r}: the rest of the run differs from what it would be"
-
-
-def flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """{"train": {"steps": 1}} -> {"train.steps": 1}, two levels deep."""
-    return {
-        f"{part}.{key}" if key else part: value
-        for part, fields in settings.items()
-        for key, value in (fields.items() if isinstance(fields, dict) else [("", fields)])
-    }
+    for key, (was, now) in changed.items():
+        if key not in named(Role.FREE):
+            yield f"{key} was {was!r}, is now {now!r}: the rest of the run differs from what it would be"
 
 
 def in_use(folder: Path) -> bool:

@@ -35,7 +35,7 @@ def plan(
     from json import dumps
 
     from ... import machine
-    from ...config import plain
+    from ...config import to_dict
     from ...data.tokenizer import vocabulary
     from ...memory import advise, view
     from ...memory.planner import Planner
@@ -55,7 +55,7 @@ def plan(
         print(dumps(sizes) if json else table(("", "GB"), [(k, f"{v / 1e9:.1f}") for k, v in sizes.items()]))
         return 0
     answer = advise.fit(planner, config, rivals)
-    settings = plain(answer.mildest.config) if answer.mildest else {}
+    settings = to_dict(answer.mildest.config) if answer.mildest else {}
     print(dumps({**answer.as_dict(), "settings": settings}) if json else view.text(answer, sys.stdout.isatty()))
     for path in filter(None, write.split(",")):
         view.save(answer, Path(path), settings)
