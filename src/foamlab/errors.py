@@ -26,8 +26,8 @@ def known_name(name: str, known: Iterable[str], what: str) -> str:
     )
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name most like this one, upper and lower case alike; "" if none is.
+def nearest(name: str, known: Iterable[str], least: float = 0.4) -> str:
+    """The known name most like this one, upper and lower case alike; "" if none is at least so much alike (0 to 1).
 
     A name that begins so comes first. A word without a dash is also held against the family that several names share
     (lama: llama-1m, llama-10m, ...). Of those equally alike the first is taken, so a table begins with what is wanted
@@ -47,4 +47,4 @@ def nearest(name: str, known: Iterable[str]) -> str:
         return max(SequenceMatcher(None, word, y.lower()).ratio() for y in sought)
 
     best = max(known, key=alike, default="")
-    return best if best and alike(best) >= 0.4 else ""
+    return best if best and alike(best) >= least else ""

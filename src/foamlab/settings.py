@@ -9,14 +9,13 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from .config import FOAM_OPTIONS, Range, RunConfig
-from .errors import UserError
+from .errors import UserError, nearest
 from .files import shallow
 
 Settings = TypeVar("Settings")
@@ -92,8 +91,8 @@ def name_of(word: str, known: Iterable[str], prefix: str = "", more: Iterable[st
 def _alike(word: str, ends: Mapping[str, str], more: list[str]) -> list[str]:
     """The name most like a misspelt one: by its last part, of these the one in its own section."""
     section, _, last = word.rpartition(".")
-    near = get_close_matches(last, [*more, *dict.fromkeys(ends.values())], n=1, cutoff=0.6)
-    found = [key for key in more if key in near] + [key for key, end in ends.items() if end in near]
+    near = nearest(last, [*more, *dict.fromkeys(ends.values())], least=0.6)
+    found = [key for key in more if key == near] + [key for key, end in ends.items() if end == near]
     same = [key for key in found if key.rpartition(".")[0] == section]
     return (same or found)[:1]
 

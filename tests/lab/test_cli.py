@@ -174,6 +174,9 @@ WRONG = {
     "train --dry_run --data.name hub:some/one": r"hub:some/one is a stream: set data\.limit",
     "train --dry_run --data.name c4": r"c4 is a stream: set data\.limit",
     "train --dry_run --data.tokenizer bpe:many": "bpe:SIZE",
+    "train --dry_run --data.tokenizer BYTE": r"did you mean bytes\?",  # upper and lower case alike, for all names
+    "train --dry_run --data.name text:CORPUS.TXT": r"did you mean 'corpus\.txt'\?",
+    "train --TRAIN.STEPZ 3": r"did you mean --train\.steps\?",
     "train --dry_run --optimizer.name fom": r"did you mean foam\?",
     "train --dry_run --optimizer.options.levl 3": r"did you mean level\?",
     "train --dry_run --optimizer.options.level -3": "level must be",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from foamlab.config import DataConfig
 from foamlab.data.corpus import Corpus, prepare
-from foamlab.data.tokenizer import Tokenizer, identify, make, settle, vocabulary
+from foamlab.data.tokenizer import Tokenizer, choose, identify, make, vocabulary
 from foamlab.errors import UserError
 
 TEXTS = ['Plain.\nTwo lines, a "quote"; and, a comma.', "été 数 🙂\ttab"]
@@ -178,14 +178,14 @@ def test_a_model_folder_brings_its_tokenizer(tmp_path: Path) -> None:
     bare.mkdir()
     (bare / "config.json").write_text("{}")
     shutil.copytree(model, tmp_path / "copy")
-    assert settle("", str(model)) == (str(model), "")
-    assert settle("", "llama-1m") == ("bpe:4096", "")
-    assert settle("bytes", "llama-1m") == settle("bytes", str(bare)) == ("bytes", "")
-    assert settle(str(tmp_path / "copy"), str(model))[1] == ""  # the same, from elsewhere
-    spec, warning = settle("bytes", str(model))
-    assert spec == "bytes" and "brings a tokenizer of its own" in warning
+    assert choose("", str(model)) == (str(model), "")
+    assert choose("", "llama-1m") == ("bpe:4096", "")
+    assert choose("bytes", "llama-1m") == choose("bytes", str(bare)) == ("bytes", "")
+    assert choose(str(tmp_path / "copy"), str(model))[1] == ""  # the same, from elsewhere
+    spec, warning = choose("bytes", str(model))
+    assert spec == "bytes" and "brings its own tokenizer" in warning
     with pytest.raises(UserError, match="brings no tokenizer: name one"):
-        settle("", str(bare))
+        choose("", str(bare))
 
 
 def test_vocabulary_is_known_without_text(tmp_path: Path) -> None:

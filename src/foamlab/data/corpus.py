@@ -1,6 +1,6 @@
 """From a corpus to batches: `prepare` gives a `Corpus`, whose batch is a pure function of seed, split and step.
 
-Which text, and how it becomes documents, is in `corpora.py` and `formats.py`; tokens and their cache in `tokens.py`.
+Which text, and how it becomes documents, is in `sources.py` and `formats.py`; tokens and their cache in `cache.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from ..errors import UserError
 from .cache import cached
 from .documents import SPLITS, Split
 from .sources import Progress
-from .tokenizer import DEFAULT, Tokenizer
-from .tokenizer import settle as settled
+from .tokenizer import DEFAULT, Tokenizer, choose
 
 VERSION = 2  # of how text is read and split (`DataConfig.version`)
 
@@ -51,7 +50,7 @@ def settle(config: RunConfig, version: int = VERSION) -> tuple[RunConfig, str]:
     Raises:
         UserError: a model that needs its own tokenizer brings none; a tokenizer or hub model that is not there.
     """
-    tokenizer, remark = settled(config.data.tokenizer, config.model.name)
+    tokenizer, remark = choose(config.data.tokenizer, config.model.name)
     data = replace(config.data, tokenizer=tokenizer, version=config.data.version or version)
     return replace(config, data=data), remark
 

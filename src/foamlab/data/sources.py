@@ -1,12 +1,11 @@
 """Where documents come from: the table DATASETS, one reader for each kind of text, and the names of files on disk.
 
 A `Source` says exactly what it would read (its facts are the key of the token cache) and yields documents as plain
-strings. Cleaning, splitting and tokens are the work of `tokens.py`.
+strings. Cleaning and splitting are in `documents.py`, tokens and their cache in `cache.py`.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib.util
 import os
@@ -228,8 +227,8 @@ def _nearest_path(path: Path) -> str:
     while not parent.is_dir() and parent != parent.parent:
         path, parent = parent, parent.parent
     names = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return f"; did you mean {str(parent / near[0])!r}?" if near else f" (looked in {str(parent.absolute())!r})"
+    near = nearest(path.name, sorted(names), least=0.6)
+    return f"; did you mean {str(parent / near)!r}?" if near else f" (looked in {str(parent.absolute())!r})"
 
 
 def _stdlib(config: DataConfig, argument: str, progress: Progress) -> Source:

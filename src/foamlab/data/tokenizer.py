@@ -6,7 +6,6 @@ embedding. Text is never taken for a special token: "<|eos|>" inside a document 
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
@@ -20,7 +19,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from ..errors import UserError
+from ..errors import UserError, nearest
 from ..files import read_json
 from ..hub import CONFIGS, TEMPLATES, VOCABULARIES, is_hub, local
 
@@ -55,7 +54,7 @@ class Tokenizer:
         self.backend, self.eos, self.pad, self.files = backend, eos, pad, files or {}
         self.eos_id, self.pad_id, self.vocab_size = ids[eos], ids[pad], max(ids.values()) + 1
         if self.vocab_size > LARGEST:
-            raise UserError(f"the tokenizer's largest id is {self.vocab_size - 1}; token files hold ids below 2^32")
+            raise UserError(f"the tokenizer's largest id is {self.vocab_size - 1}; the token cache holds ids below 2^32")
         self._is_bytes = all(ids.get(letter) == byte for byte, letter in byte_letters().items()) and len(ids) == 258
 
     def encode(self, text: str) -> list[int]:
@@ -101,7 +100,7 @@ def own(model: str) -> str:
     return ""
 
 
-def settle(spec: str, model: str) -> tuple[str, str]:
+def choose(spec: str, model: str) -> tuple[str, str]:
     """The tokenizer that a run takes, and a warning where it is another than its model was made with.
 
     Raises:
@@ -111,7 +110,7 @@ def settle(spec: str, model: str) -> tuple[str, str]:
     if spec:
         if not theirs or identify(spec) == identify(theirs):
             return spec, ""
-        return spec, f"{model} brings a tokenizer of its own; with {spec} its weights meet ids that they do not know"
+        return spec, f"{model} brings its own tokenizer; {spec} gives token ids that its weights were not trained on"
     if not theirs and (is_hub(model) or (Path(model) / "config.json").is_file()):
         raise UserError(f"the model {model} brings no tokenizer: name one with --data.tokenizer (a folder, or bytes)")
     return theirs or DEFAULT, ""
@@ -129,8 +128,8 @@ def identify(spec: str, version: int = 2) -> dict[str, Any]:
         return {"kind": "bpe", "size": int(size)}
     path = local(spec)
     if not path.exists():
-        near = difflib.get_close_matches(kind, ("bytes", "bpe"), n=1)
-        hint = {"bytes": "; did you mean bytes?", "bpe": "; did you mean bpe:4096?"}[near[0]] if near else ""
+        near = nearest(kind, ("bytes", DEFAULT), least=0.6)
+        hint = f"; did you mean {near}?" if near else ""
         raise UserError(f"tokenizer {spec!r} is neither bytes nor bpe:SIZE nor an existing file or folder{hint}")
     digest = hashlib.sha256()
     for file in _parts(path, version).values():
