@@ -1,7 +1,7 @@
 """A run as one watches it: a live display on a terminal, one plain line per interval when piped.
 
 `display()` gives the `on_event` of `train`, which calls it on rank 0 only. Everything shown comes from the events
-(docs/house.md); nothing is computed here but the time left.
+(docs/formats.md); nothing is computed here but the time left.
 """
 
 from __future__ import annotations

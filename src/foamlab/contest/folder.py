@@ -158,7 +158,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def _check(contest: dict[str, Any]) -> None:
-    """Raise TypeError, KeyError or ValueError where the contest is not of the shape that docs/house.md tells."""
+    """Raise TypeError, KeyError or ValueError where the contest does not have the shape given in docs/formats.md."""
     for key, kind in NEEDED.items():
         _want(isinstance(contest[key], kind), key, contest[key])
     _want(contest["kind"] in ("compare", "ablate"), "kind", contest["kind"])

@@ -54,7 +54,7 @@ class Tokenizer:
         self.backend, self.eos, self.pad, self.files = backend, eos, pad, files or {}
         self.eos_id, self.pad_id, self.vocab_size = ids[eos], ids[pad], max(ids.values()) + 1
         if self.vocab_size > LARGEST:
-            raise UserError(f"the tokenizer's largest id is {self.vocab_size - 1}; the token cache holds ids below 2^32")
+            raise UserError(f"the tokenizer's largest id is {self.vocab_size - 1}; a token cache holds ids below 2^32")
         self._is_bytes = all(ids.get(letter) == byte for byte, letter in byte_letters().items()) and len(ids) == 258
 
     def encode(self, text: str) -> list[int]:

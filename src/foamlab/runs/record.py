@@ -1,6 +1,6 @@
 """What is kept of a run: `run.json` (who, what, where, how it ended) and `metrics.jsonl` (one object a line).
 
-`Recorder` writes them, `read_run` reads them back; the format is in docs/house.md. No torch here, so that reports and
+`Recorder` writes them, `read_run` reads them back; the format is in docs/formats.md. No torch here, so that reports and
 statistics need none.
 """
 
