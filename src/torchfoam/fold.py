@@ -27,7 +27,14 @@ Level = int | Literal["row"]
 
 
 def check_level(level: object) -> Level:
-    """Return `level` if it is an integer >= 0 or "row"; raise ValueError otherwise."""
+    """Return `level` if it is an integer >= 0 or "row"; raise ValueError otherwise.
+
+    >>> check_level(2), check_level("row")
+    (2, 'row')
+    >>> check_level("2")
+    Traceback (most recent call last):
+    ValueError: level must be an integer >= 0 or 'row', got '2'
+    """
     if level == "row":
         return "row"
     if isinstance(level, bool) or not isinstance(level, int) or level < 0:
@@ -85,6 +92,8 @@ def unfold(x: Tensor, level: Level, columns: int) -> Tensor:
 
     >>> unfold(torch.tensor([2., 6., 9.]), 1, 5)
     tensor([2., 2., 6., 6., 9.])
+    >>> fold(unfold(torch.tensor([2., 6., 9.]), 1, 5), 1)  # nothing is lost this way round
+    tensor([2., 6., 9.])
     """
     if x.ndim == 0 or columns == 0 or (B := block(level, columns)) == 1:
         return x.clone()
@@ -98,6 +107,8 @@ def residual(x: Tensor, level: Level) -> Tensor:
 
     >>> residual(torch.tensor([1., 3., 5., 7., 9.]), 1)
     tensor([-1.,  1., -1.,  1.,  0.])
+    >>> fold(residual(torch.tensor([1., 3., 5., 7., 9.]), 1), 1)
+    tensor([0., 0., 0.])
     """
     return x - unfold(fold(x, level), level, row_length(x))
 
