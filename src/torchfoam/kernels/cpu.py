@@ -68,7 +68,7 @@ def cpu_features() -> str:
     return "\n".join(sorted({line for line in lines if line.split("\t")[0].strip() in keys}))
 
 
-def _run(command: list[str]) -> str:
+def run(command: list[str]) -> str:
     """Run a command and return what it printed; RuntimeError with its message if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -77,6 +77,11 @@ def _run(command: list[str]) -> str:
     if done.returncode:
         raise RuntimeError(done.stderr.strip() or f"{command[0]} ended with code {done.returncode}")
     return done.stdout
+
+
+def cache() -> Path:
+    """The folder that built libraries are kept in."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchfoam"
 
 
 def build(folder: Path | None = None, extra: Sequence[str] = ()) -> Path:
@@ -94,22 +99,22 @@ def build(folder: Path | None = None, extra: Sequence[str] = ()) -> Path:
     native = () if platform.machine() == "ppc64le" else ("-march=native",)
     flags = [*FLAGS, *native, *shlex.split(os.environ.get("CFLAGS", "")), *extra]
     sources = [path.read_text() for path in sorted(SOURCE.parent.glob("*.[ch]"))]
-    key = "\0".join((*sources, _run([*command, "--version"]), *command, *flags, cpu_features()))
-    cache = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchfoam"
+    key = "\0".join((*sources, run([*command, "--version"]), *command, *flags, cpu_features()))
+    where = folder or cache()
     name = f"cpu-{_digest(key.encode())}"
     try:
-        for path in sorted(cache.glob(f"{name}-*.so")):
+        for path in sorted(where.glob(f"{name}-*.so")):
             if path.stem == f"{name}-{_digest(path.read_bytes())}":  # loading a damaged one would end the process
                 return path
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        where.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=where) as scratch:
             made = Path(scratch) / "cpu.so"
-            _run([*command, *flags, str(SOURCE), "-o", str(made), "-lm"])
+            run([*command, *flags, str(SOURCE), "-o", str(made), "-lm"])
             if not made.is_file() or not made.stat().st_size:
                 raise RuntimeError(f"{command[0]} reported success but wrote no library; {MEND}")
-            return made.replace(cache / f"{name}-{_digest(made.read_bytes())}.so")
+            return made.replace(where / f"{name}-{_digest(made.read_bytes())}.so")
     except OSError as error:
-        raise RuntimeError(f"cannot write to {cache}: {error.strerror}; set XDG_CACHE_HOME") from None
+        raise RuntimeError(f"cannot write to {where}: {error.strerror}; set XDG_CACHE_HOME") from None
 
 
 def _digest(content: bytes) -> str:
