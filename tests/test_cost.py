@@ -112,3 +112,9 @@ def test_what_cannot_step_is_refused_with_the_reason() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             step_bytes(p, options, device, backend)
+    for q, options, words in (
+        (torch.ones(3), {"rule": "muon"}, "only matrices"),
+        (torch.ones(3, dtype=torch.int64), {}, "floating-point parameters, got torch.int64"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            step_bytes(q, options)

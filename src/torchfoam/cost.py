@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .groups import check_kind
 from .kernels import Slot, eager, planned
 from .options import DEFAULTS, check, check_names, hyper
 from .state import new_state
@@ -41,7 +42,8 @@ def step_bytes(
         backend: as of FOAM.
 
     Raises:
-        ValueError: options that make no sense, or a backend that cannot perform this step, with the reason.
+        ValueError: options that make no sense, a parameter that FOAM refuses, or a backend that cannot perform this
+            step, with the reason.
 
     >>> step_bytes(torch.empty(64, 64, device="meta"), {"rule": "adam"}, "cuda")
     StepCost(backend='triton', bytes=0)
@@ -49,6 +51,7 @@ def step_bytes(
     group = {**DEFAULTS, **(group or {})}
     check_names((name for name in group if name not in ("params", "name", "param_names", "format")), misspelt_only=True)
     check(group, read=False)
+    check_kind(p, group["rule"])
     where = torch.device(p.device if device is None else device)
     by = planned(backend, p, group, where).name
     if by == "eager":

@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -169,6 +170,17 @@ def check_there(p: Tensor) -> None:
         raise ValueError("a lazy module's parameter has no shape yet: run the model once, then make the optimizer")
     if reason := sharded(p):
         raise ValueError(f"FOAM cannot be used on a parameter of shape {tuple(p.shape)}: {reason}")
+
+
+def check_kind(p: Tensor, rule: str) -> None:
+    """Raise ValueError for a parameter that is not there, or of a kind that FOAM, or this rule, cannot step."""
+    check_there(p)
+    if p.is_complex() or not p.is_floating_point() or p.layout != torch.strided:
+        raise ValueError(
+            f"FOAM needs dense, real, floating-point parameters, got {p.dtype} ({p.layout}) of shape {tuple(p.shape)}"
+        )
+    if rule == "muon" and p.ndim < 2:
+        raise ValueError(f"cannot use rule 'muon' on shape {tuple(p.shape)}: only matrices can be orthogonalised")
 
 
 def split_by_shape(group: dict[str, Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .fold import Level, residual_ratio
-from .groups import UNNAMED, check_there, param_groups, split_by_shape, warn_once
+from .groups import UNNAMED, check_kind, param_groups, split_by_shape, warn_once
 from .kernels import BACKENDS, Backend, Slot, choose
 from .memory import check_held, imagined, whole
 from .options import OPTIONS, Options, check, check_names, hyper, unknown, unread
@@ -174,16 +174,7 @@ class FOAM(Optimizer):
         for p in (item[1] if isinstance(item, tuple) else item for item in group["params"]):
             if not isinstance(p, Tensor) or (isinstance(p, nn.Parameter) and not p.requires_grad):
                 continue  # torch says what it is; frozen parameters may be of any kind (quantised weights are integers)
-            check_there(p)
-            if p.is_complex() or not p.is_floating_point() or p.layout != torch.strided:
-                raise ValueError(
-                    f"FOAM needs dense, real, floating-point parameters, got {p.dtype} ({p.layout}) "
-                    f"of shape {tuple(p.shape)}"
-                )
-            if merged["rule"] == "muon" and p.ndim < 2:
-                raise ValueError(
-                    f"cannot use rule 'muon' on shape {tuple(p.shape)}: only matrices can be orthogonalised"
-                )
+            check_kind(p, merged["rule"])
             # where what is only planned will live is not known yet; `step` asks again
             if (self.backend is not None or not whole(p)) and not imagined(p):
                 choose(self.backend, p, merged)
