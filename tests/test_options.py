@@ -81,6 +81,9 @@ def test_an_option_that_no_rule_reads_is_said_once() -> None:
     with pytest.warns(UserWarning, match=r"momentum=0.9 has no effect: rule 'adam' does not read it"):
         FOAM([w], momentum=0.9)
     _said.clear()
+    with pytest.warns(UserWarning, match=r"nesterov=False has no effect: rule 'adam' does not read it"):
+        FOAM(param_groups(toy(), nesterov=False))
+    _said.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         FOAM(toy(), rule="muon", momentum=0.9, residual_in_v=0.5)  # the rest is Adam, and reads the second

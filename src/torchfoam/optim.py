@@ -130,9 +130,10 @@ class FOAM(Optimizer):
                 "level=0 says so, or give the group its own level"
             )
         rules = {g["rule"] for g in self.param_groups}
-        for name in unread(defaults, rules):
-            known = " nor ".join(map(repr, sorted(rules)))
-            warn_once(f"{name}={given[name]!r} has no effect: rule {known} does not read it")
+        known = " nor ".join(map(repr, sorted(rules)))
+        for group in (defaults, *self.param_groups):
+            for name in unread(group, rules):
+                warn_once(f"{name}={group[name]!r} has no effect: rule {known} does not read it")
 
     # ------------------------------------------------------------------ groups and state
 
