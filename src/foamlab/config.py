@@ -223,6 +223,11 @@ class RunConfig:
 RULE_OF_OLD = {"bias_correction": "whole", "residual_in_v": 1.0}
 
 
+def foam_of_old(optimizer: str) -> bool:
+    """Whether an optimizer of 0.1 or 0.2 was torchfoam's own: folders of that time tell it by the name alone."""
+    return optimizer.startswith("foam") and optimizer != "foam-ablation"
+
+
 def of_old(values: dict[str, Any]) -> dict[str, Any]:
     """The settings of a run by their full names, with those named that a run of 0.1 had without naming them.
 
@@ -232,7 +237,7 @@ def of_old(values: dict[str, Any]) -> dict[str, Any]:
     if "data.version" in values:
         return values
     values = {**values, "data.version": 1}
-    if (name := str(values.get("optimizer.name", "foam"))).startswith("foam") and name != "foam-ablation":
+    if foam_of_old(str(values.get("optimizer.name", "foam"))):
         values["optimizer.options"] = {**RULE_OF_OLD, **values.get("optimizer.options", {})}
     return values
 

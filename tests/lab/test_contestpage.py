@@ -17,9 +17,10 @@ from test_report import CHROMIUM, FRAMES, PROBE, Text, browse, make_run
 
 from foamlab.contest.charts import charts, open_book
 from foamlab.contest.folder import STOPPED, Outcomes, write
+from foamlab.contest.model import Arm, Rule
 from foamlab.contest.page import compare_table, page, report
 from foamlab.contest.results import standings
-from foamlab.contest.search import Arm, Rule, wanted
+from foamlab.contest.search import wanted
 from foamlab.errors import UserError
 from foamlab.report import charts as plots
 from foamlab.report import plotly_charts
@@ -54,7 +55,9 @@ def make_contest(
         lr, _, _, split = FIELD[name]
         tune = {"lr": [lr / 4, lr / 2, lr]} | ({"scale": [0.125, 0.25, 0.5]} if split else {})
         start = {"lr": lr, "scale": 0.25 if split else 1.0}
-        arms.append(Arm(name, name, {"level": 2} if "foam" in name else {}, start, tune, "rates: a paper"))
+        arms.append(
+            Arm(name, name, {"level": 2} if "foam" in name else {}, start, tune, "rates: a paper", "foam" in name)
+        )
     rule, outcomes, over = Rule(STEPS // 4, 1.1), Outcomes(folder), 0
     while (todo := wanted(arms, seeds, 0, outcomes)[0]) and over < limit:
         trial = todo[0]

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from foamlab.config import ModelConfig, OptimizerConfig
+from foamlab.contest.studies import STUDIES
 from foamlab.errors import UserError
 from foamlab.models.presets import build as build_model
 from foamlab.optimizers.apollo import Apollo, projection
-from foamlab.optimizers.fold_ablation import STUDIES, FoldAblation
+from foamlab.optimizers.fold_ablation import FoldAblation
 from foamlab.optimizers.registry import OPTIMIZERS, build, options, resolve, state_bytes
 from foamlab.training.checkpoint import storable
 from tolerances import exact
@@ -426,7 +427,7 @@ def test_adam_mini_has_a_second_moment_a_head_whatever_the_heads_width(heads, kv
 
 
 def test_one_line_of_bitsandbytes_is_passed_over_and_no_other(caplog):
-    from foamlab.optimizers.external import hushed
+    from foamlab.optimizers.entry import hushed
 
     log = logging.getLogger("bitsandbytes.backends.cpu.ops")
     with hushed():

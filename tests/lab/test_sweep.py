@@ -20,13 +20,14 @@ import small
 import yaml
 
 from foamlab.cli import main
+from foamlab.cli.contest_commands import grids
 from foamlab.contest import design, runner, trial
 from foamlab.contest import folder as ledger
-from foamlab.contest.design import grids
-from foamlab.contest.folder import hopeless
+from foamlab.contest.folder import why_stop
+from foamlab.contest.model import Arm, Outcome, Rule, Trial
 from foamlab.contest.page import report
 from foamlab.contest.results import standings, verdicts
-from foamlab.contest.search import Arm, Outcome, Rule, Trial, beyond, search, wanted
+from foamlab.contest.search import beyond, search, wanted
 from foamlab.errors import UserError
 from foamlab.files import lock
 from foamlab.runs.summary import summarize
@@ -246,8 +247,8 @@ def test_every_optimizer_has_its_own_grid_unless_one_is_given(config):
         ({"lr": {"": [0.0]}}, "above 0"),
         ({"seeds": []}, "--seeds"),
         ({"seeds": [1, 1]}, "each once"),
-        ({"hopeless": 0.5}, "at least 1"),
-        ({"hopeless_at": 1.0}, "between 0 and 1"),
+        ({"stop_factor": 0.5}, "at least 1"),
+        ({"stop_at": 1.0}, "between 0 and 1"),
         ({"steps": 0}, "train.steps"),
     ],
 )
@@ -271,7 +272,7 @@ def test_what_makes_no_sense_is_refused(config, change, message):
 )
 def test_the_rule_looks_at_an_evaluation_before_the_end(config, steps, every, at, factor, step):
     config.train.steps, config.train.eval_every = steps, every
-    c = design.comparison(config, ["adamw", "foam"], [0], hopeless=factor, hopeless_at=at)
+    c = design.comparison(config, ["adamw", "foam"], [0], stop_factor=factor, stop_at=at)
     assert c.rule.step == step
     assert ("stopped at step" in str(c.rule)) == bool(step)
 
@@ -329,7 +330,7 @@ def here(monkeypatch):
             log.write_text(str(e))
             return Done(2)
 
-    monkeypatch.setattr(runner.Hall, "spawn", spawn)
+    monkeypatch.setattr(runner.Runner, "spawn", spawn)
     monkeypatch.setattr(runner, "POLL", 0)
     return ran
 
@@ -341,7 +342,7 @@ def small_contest(config, names=("foam-paper", "adamw"), **changes):
 
 def test_a_contest_from_beginning_to_end(config, tmp_path, here):
     folder, events = tmp_path / "contest", []
-    end = runner.start(small_contest(config, hopeless=1.001), folder, 1, events.append)
+    end = runner.start(small_contest(config, stop_factor=1.001), folder, 1, events.append)
     kept = json.loads((folder / "contest.json").read_text())
     assert kept == json.loads(json.dumps(end)) and kept["status"] == "done"
     assert len(here) == len(set(here))
@@ -384,7 +385,7 @@ def test_a_contest_from_beginning_to_end(config, tmp_path, here):
 
 def test_an_interrupted_contest_ends_as_one_that_was_not(config, tmp_path, here, monkeypatch):
     whole = runner.start(small_contest(config), tmp_path / "whole", 1)
-    spawn, interrupted = runner.Hall.spawn, []
+    spawn, interrupted = runner.Runner.spawn, []
 
     def stop_the_third(self, orders, slot, log):
         if len(here) % 10 != 2 or interrupted:
@@ -399,7 +400,7 @@ def test_an_interrupted_contest_ends_as_one_that_was_not(config, tmp_path, here,
         train(trial.settings.from_dict(orders["config"]), on_event=stop)
         return Done(130)
 
-    monkeypatch.setattr(runner.Hall, "spawn", stop_the_third)
+    monkeypatch.setattr(runner.Runner, "spawn", stop_the_third)
     del here[:]
     part = runner.start(small_contest(config), tmp_path / "part", 1)
     assert part["status"] == "interrupted" and list(interrupted[0].glob("checkpoints/*"))
@@ -430,7 +431,7 @@ def test_ctrl_c_lets_the_runs_save(config, tmp_path, monkeypatch):
         def wait(self, timeout=None):
             assert timeout is None and self.returncode == 130
 
-    monkeypatch.setattr(runner.Hall, "spawn", lambda *a: Endless())
+    monkeypatch.setattr(runner.Runner, "spawn", lambda *a: Endless())
     events = []
 
     def press(event):
@@ -445,7 +446,7 @@ def test_ctrl_c_lets_the_runs_save(config, tmp_path, monkeypatch):
 
 def test_a_run_that_cannot_be_resumed_begins_anew(config, tmp_path, here):
     folder = tmp_path / "c"
-    c = small_contest(config, hopeless=0)
+    c = small_contest(config, stop_factor=0)
     object.__setattr__(c, "arms", [replace(a, optimizer="galore", options={}) for a in c.arms[:1]])
     pytest.importorskip("pytorch_optimizer")
     runner.start(c, folder)
@@ -473,24 +474,24 @@ def test_a_contest_killed_at_its_beginning_can_begin_again(config, tmp_path, her
 
 
 def test_a_failure_is_told_and_the_contest_can_go_on(config, tmp_path, here, monkeypatch):
-    spawn = runner.Hall.spawn
+    spawn = runner.Runner.spawn
 
     def full(self, orders, slot, log):
         log.write_text("some warning\nno room on the disk")
         return Done(2)
 
-    monkeypatch.setattr(runner.Hall, "spawn", full)
+    monkeypatch.setattr(runner.Runner, "spawn", full)
     with pytest.raises(UserError, match=r"adamw/.* failed: no room on the disk;.*--resume"):
         runner.start(small_contest(config), tmp_path / "c")
     assert ledger.read(tmp_path / "c")["status"] == "interrupted"
-    monkeypatch.setattr(runner.Hall, "spawn", spawn)
+    monkeypatch.setattr(runner.Runner, "spawn", spawn)
     assert runner.resume(tmp_path / "c")["status"] == "done"
 
 
 def test_a_diverged_run_is_a_result(config, tmp_path, here):
     config.train.patience, config.train.clip = 1, 0.0
     end = runner.start(
-        small_contest(config, lr={"foam-paper": [1e-2], "adamw": [1e-2, 1e30]}, hopeless=0), tmp_path / "c"
+        small_contest(config, lr={"foam-paper": [1e-2], "adamw": [1e-2, 1e30]}, stop_factor=0), tmp_path / "c"
     )
     lost = [r for r in end["runs"] if r["status"] == "diverged"]
     assert {r["folder"].split("-scale")[0] for r in lost} == {"adamw/lr1e+30"} and "could not be taken" in lost[0][
@@ -514,8 +515,11 @@ def test_the_command(config, tmp_path, here, capsys, monkeypatch):
     assert "was begun with train.steps 6, not 7" in capsys.readouterr().err
     assert main(["compare", "--resume", "c", "--margin", "0.1"]) == 2
     assert "begun with another --margin" in capsys.readouterr().err
+    same = ["compare", "--resume", "c", "--optimizers", "foam,adamw", "--lr", "1e-3", "--seeds", "0,1"]
+    assert main([*same, "--hopeless", "2"]) == 2  # as 0.2 called it
+    assert "begun with another --stop_factor or --stop_at" in capsys.readouterr().err
     assert main(["compare", "--resume", "c"]) == 0
-    assert main(["compare", "--resume", "c", "--optimizers", "foam,adamw", "--lr", "1e-3", "--seeds", "0,1"]) == 0
+    assert main(same) == 0
     assert main(["ablate", "my.yaml", "--studies", "residual,direction", "--seeds", "0", "--out", "a"]) == 0
     said = capsys.readouterr().out
     assert "direction-columns" in said and "n = 1" in said
@@ -536,7 +540,7 @@ def test_seeds_that_are_none(seeds, capsys):
 
 def test_a_damaged_run_is_run_again_or_told(config, tmp_path, here):
     folder = tmp_path / "c"
-    end = runner.start(small_contest(config, lr={"": [1e-3]}, hopeless=0), folder)
+    end = runner.start(small_contest(config, lr={"": [1e-3]}, stop_factor=0), folder)
     torn, broken = (folder / name for name in end["results"][0]["folders"])
     lines = (torn / "metrics.jsonl").read_text().splitlines(keepends=True)
     assert '"eval"' in lines[-1]
@@ -607,7 +611,7 @@ def test_a_second_ctrl_c_leaves_no_process_behind(config, tmp_path, monkeypatch)
         left.append(Slow())
         return left[-1]
 
-    monkeypatch.setattr(runner.Hall, "spawn", spawn)
+    monkeypatch.setattr(runner.Runner, "spawn", spawn)
     press = lambda event: signal.raise_signal(signal.SIGINT) if event["kind"] == "state" else None  # noqa: E731
     with pytest.raises(KeyboardInterrupt):
         runner.start(small_contest(config), tmp_path / "c", 2, press)
@@ -646,11 +650,11 @@ def test_the_rule_compares_runs_of_one_arm(tmp_path):
         (tmp_path / arm / name).mkdir(parents=True)
         line = json.dumps({"kind": "eval", "step": 4, "loss": loss})
         (tmp_path / arm / name / "metrics.jsonl").write_text(line + "\n")
-    assert hopeless(tmp_path / "a" / "y", Rule(4, 1.2)) == "loss 2.5 at step 4 is above 1.2 times the 2 of x"
-    assert not hopeless(tmp_path / "a" / "y", Rule(4, 1.3))
-    assert not hopeless(tmp_path / "a" / "x", Rule(4, 1.0))
-    assert not hopeless(tmp_path / "b" / "z", Rule(4, 1.0))
-    assert not hopeless(tmp_path / "a" / "y", Rule(5, 1.0))
+    assert why_stop(tmp_path / "a" / "y", Rule(4, 1.2)) == "loss 2.5 at step 4 is above 1.2 times the 2 of x"
+    assert not why_stop(tmp_path / "a" / "y", Rule(4, 1.3))
+    assert not why_stop(tmp_path / "a" / "x", Rule(4, 1.0))
+    assert not why_stop(tmp_path / "b" / "z", Rule(4, 1.0))
+    assert not why_stop(tmp_path / "a" / "y", Rule(5, 1.0))
 
 
 class Run:
@@ -668,7 +672,7 @@ def test_verdicts_say_n_and_are_corrected_for_their_number():
             ("foam-row", 1.3, 0.005),
         )
     }
-    rows = [{"arm": name, "n": 4, "loss": 1.0} for name in runs]
+    rows = [{"arm": name, "n": 4, "loss": 1.0, "ours": "foam" in name} for name in runs]
     said, count = verdicts("compare", rows, runs, {})
     # any of the six pairs could have been that of the best and another
     assert count == 6 and len(said) == 4 and all("n = 4" in s for s in said)
@@ -679,10 +683,10 @@ def test_verdicts_say_n_and_are_corrected_for_their_number():
         "a": [Run(s, 1.0) for s in range(4)],
         "b": [Run(s, 1.0 + d) for s, d in enumerate((0.01, 0.02, 0.03, 0.05))],
     }
-    pair = [{"arm": n, "n": 4, "loss": 1.0} for n in close]
+    pair = [{"arm": n, "n": 4, "loss": 1.0, "ours": "foam" in n} for n in close]
     assert "beats" in verdicts("compare", pair, close, {})[0][0]
     more = {**close, **{f"c{k}": close["b"] for k in range(3)}}
-    told = verdicts("compare", [{"arm": n, "n": 4, "loss": 1.0} for n in more], more, {})[0]
+    told = verdicts("compare", [{"arm": n, "n": 4, "loss": 1.0, "ours": "foam" in n} for n in more], more, {})[0]
     assert len(told) == 4 and not any("beats" in s for s in told)
 
 
@@ -692,7 +696,7 @@ def test_claims_among_equals_are_rare():
     for _ in range(400):
         runs = {f"a{k}": [Run(seed, draw.gauss(3, 1)) for seed in range(6)] for k in range(8)}
         order = sorted(runs, key=lambda name: sum(run.loss for run in runs[name]))
-        told = verdicts("compare", [{"arm": n, "n": 6, "loss": 1.0} for n in order], runs, {})[0]
+        told = verdicts("compare", [{"arm": n, "n": 6, "loss": 1.0, "ours": "foam" in n} for n in order], runs, {})[0]
         false += any("beats" in sentence for sentence in told)
     assert false <= 0.05 * 400
 
@@ -705,7 +709,7 @@ def test_level_is_claimed_of_what_is_level_and_rarely_of_what_is_not():
     for _ in range(400):
         runs = {k: [Run(seed, x + draw.gauss(5, 0.001)) for seed in range(8)] for k, x in at.items()}
         order = sorted(runs, key=lambda name: sum(run.loss for run in runs[name]))
-        rows = [{"arm": n, "n": 8, "loss": 1.0} for n in order]
+        rows = [{"arm": n, "n": 8, "loss": 1.0, "ours": "foam" in n} for n in order]
         told, count = verdicts("compare", rows, runs, {}, margin=0.01)
         assert count == 6 and len(told) == 3
         for sentence in told:
@@ -724,7 +728,7 @@ def test_what_a_claim_asks_for_is_told_with_its_interval():
     """In the sentence and among the cautions: the level divided by the number of pairs."""
     off = {"a": [0] * 6, "b": [1, -1, 1, -1, 1, 0], "c": [11, 9, 12, 10, 9, 11]}
     runs = {k: [Run(seed, 5 + seed / 100 + x / 1e4) for seed, x in enumerate(xs)] for k, xs in off.items()}
-    rows = [{"arm": n, "n": 6, "loss": 1.0} for n in runs]
+    rows = [{"arm": n, "n": 6, "loss": 1.0, "ours": "foam" in n} for n in runs]
     told, count = verdicts("compare", rows, runs, {}, margin=0.01)
     assert count == 3 and told[0].startswith("a is level with b within 0.01 nat (mean difference")
     assert "96.7% interval" in told[0] and "where p < 0.017 is asked" in told[0] and "n = 6)." in told[0]
@@ -734,7 +738,7 @@ def test_what_a_claim_asks_for_is_told_with_its_interval():
 
 def test_an_arm_that_lost_a_seed_is_not_said_to_beat():
     runs = {"a": [Run(s, 1.0 + s / 1e3) for s in range(3)], "b": [Run(s, 2.0 + s / 1.1e3) for s in range(4)]}
-    rows = [{"arm": n, "n": len(runs[n]), "loss": 1.0} for n in runs]
+    rows = [{"arm": n, "n": len(runs[n]), "loss": 1.0, "ours": False} for n in runs]
     assert "a beats b" in verdicts("compare", rows, runs, {})[0][0]
     assert "nothing is claimed of a and b, as a did" in verdicts("compare", rows, runs, {}, {"a": [3]})[0][0]
     assert "a beats b" in verdicts("compare", rows, runs, {}, {"b": [4]})[0][0]
@@ -742,7 +746,7 @@ def test_an_arm_that_lost_a_seed_is_not_said_to_beat():
 
 def test_a_lost_seed_and_other_betas_are_told(config, tmp_path, here):
     folder = tmp_path / "c"
-    end = runner.start(small_contest(config, names=["foam-paper", "muon"], lr={"": [1e-3]}, hopeless=0), folder)
+    end = runner.start(small_contest(config, names=["foam-paper", "muon"], lr={"": [1e-3]}, stop_factor=0), folder)
     assert any("(0.9, 0.999)" in x.replace("[", "(").replace("]", ")") and "betas" in x for x in end["cautions"])
     gone = folder / "muon" / next(r for r in end["results"] if r["arm"] == "muon")["folders"][1].split("/")[1]
     info = json.loads((gone / "run.json").read_text())
@@ -846,7 +850,7 @@ def test_a_contest_over_what_there_is_not_is_refused_before_anything_is_made(con
 
 def test_a_contest_keeps_its_margin_and_an_old_one_has_the_default(config, tmp_path, here):
     folder = tmp_path / "c"
-    wide = runner.start(small_contest(config, lr={"": [1e-3]}, hopeless=0, margin=50.0), folder)
+    wide = runner.start(small_contest(config, lr={"": [1e-3]}, stop_factor=0, margin=50.0), folder)
     assert wide["margin"] == 50 and "50 nat (mean" in wide["verdicts"][0] and "is within 50 nat" in wide["cautions"][1]
     old = {key: value for key, value in wide.items() if key != "margin"}
     (folder / "contest.json").write_text(json.dumps(old))
@@ -854,7 +858,7 @@ def test_a_contest_keeps_its_margin_and_an_old_one_has_the_default(config, tmp_p
     none = standings(folder, {**old, "margin": 0})
     assert "nat" not in none["verdicts"][0] and "the margin is 0" in none["cautions"][1]
     with pytest.raises(UserError, match="another --margin: beside --resume give its flags all as they were, or none"):
-        runner.go_on(config, folder, asked=small_contest(config, lr={"": [1e-3]}, hopeless=0, margin=0.02))
+        runner.go_on(config, folder, asked=small_contest(config, lr={"": [1e-3]}, stop_factor=0, margin=0.02))
 
 
 @pytest.mark.parametrize("margin", [-1.0, math.nan, math.inf])

@@ -63,6 +63,7 @@ def parse(command: Command, args: Words) -> tuple[list[Any], dict[str, Any]]:
             first.append(word)
             continue
         key, given, value = word[2:].partition("=")
+        key = command.renamed.get(key, key)
         if key in own and own[key].annotation is bool and not given:
             flags[key] = True
         elif key in own:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 INTERRUPTED = 130  # the exit code of a run that was asked to stop: it has saved, and can be resumed
@@ -19,6 +19,7 @@ class Command:
         group: where `foamlab --help` lists it.
         help: one line for that list.
         examples: command lines for its own help.
+        renamed: an old name of a flag -> the name it has now.
         first_word: where the function takes a `config`: what the first word may name.
     """
 
@@ -27,6 +28,7 @@ class Command:
     help: str
     examples: tuple[str, ...]
     first_word: tuple[str, ...] = ("PRESET", "FILE.yaml")
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -22,8 +22,8 @@ def compare(
     scale: str = "",
     seeds: str = "0,1,2",
     finalists: int = 0,
-    hopeless: float = 1.2,
-    hopeless_at: float = 0.3,
+    stop_factor: float = 1.2,
+    stop_at: float = 0.3,
     margin: float = 0.01,
     jobs: int = 0,
     resume: str = "",
@@ -40,22 +40,22 @@ def compare(
             moves with the rate of matrices held. Empty means each one's own values, too, for those that have a split.
         seeds: the first tunes, all count.
         finalists: repeat only so many of the best over the seeds; 0 means all.
-        hopeless: stop a run whose validation loss is above this times its optimizer's lowest; 0 means never.
-        hopeless_at: share of the steps after which that is looked at, once.
+        stop_factor: stop a run early if its validation loss exceeds this multiple of the lowest that a run of the same
+            optimizer had at that step; 0 disables it.
+        stop_at: share of the steps after which that is checked, once.
         margin: say that two are level only where it is shown that their losses differ by less than this (nat), by two
             one-sided tests; 0 means never. Choose it before you see the losses.
         jobs: runs at a time; 0 means one a GPU, or cores / threads. Not kept: give it again with --resume.
         resume: folder of a contest to go on with; all else it keeps as it was begun.
     """
     given = _given(compare, locals())
-    from ..contest.design import grids, numbers
 
     def begin() -> Any:
         from ..contest.design import comparison
 
         tries, lr_grid, scale_grid = _integers(numbers(seeds, "seeds")), grids(lr, "lr"), grids(scale, "scale")
         names = [name for name in optimizers.replace(" ", "").split(",") if name]
-        return comparison(config, names, tries, lr_grid, scale_grid, hopeless, hopeless_at, finalists, margin)
+        return comparison(config, names, tries, lr_grid, scale_grid, stop_factor, stop_at, finalists, margin)
 
     return _run("compare", config, begin, given, jobs, resume)
 
@@ -83,7 +83,6 @@ def ablate(
         resume: folder of an ablation to go on with; all else it keeps as it was begun.
     """
     given = _given(ablate, locals())
-    from ..contest.design import numbers
 
     def begin() -> Any:
         from ..contest.design import ablation
@@ -92,6 +91,27 @@ def ablate(
         return ablation(config, names, _integers(numbers(seeds, "seeds")), numbers(lr, "lr"), margin=margin)
 
     return _run("ablate", config, begin, given, jobs, resume)
+
+
+def grids(text: str, flag: str) -> dict[str, list[float]]:
+    """Values for all arms, or for some by name.
+
+    >>> grids("1e-3,3e-3", "lr"), grids("adamw=1e-3,3e-3;sgd=0.1", "lr")
+    ({'': [0.001, 0.003]}, {'adamw': [0.001, 0.003], 'sgd': [0.1]})
+    """
+    found = {}
+    for part in filter(None, text.replace(" ", "").split(";")):
+        name, sign, values = part.rpartition("=")
+        found[name if sign else ""] = numbers(values, flag)
+    return found
+
+
+def numbers(text: str, flag: str) -> list[float]:
+    """ "1,2" -> [1.0, 2.0]."""
+    try:
+        return [float(x) for x in text.split(",") if x]
+    except ValueError:
+        raise UserError(f"--{flag} takes numbers separated by commas, or NAME=NUMBERS;NAME=...; got {text!r}") from None
 
 
 def _integers(values: Iterable[float]) -> list[int]:

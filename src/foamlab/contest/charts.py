@@ -17,8 +17,9 @@ from ..report.residuals import heat
 from ..report.runs_page import line
 from ..runs.summary import Summary, summarize
 from .folder import read
+from .model import Arm, Trial
 from .results import standings
-from .search import Arm, Trial, moved
+from .search import moved
 
 PANELS = 4  # with more arms than this each also has a panel of its own
 

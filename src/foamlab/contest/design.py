@@ -4,74 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from .. import data, optimizers, settings
-from ..config import OptimizerConfig, RunConfig, to_dict
+from .. import data, optimizers
+from ..config import OptimizerConfig, RunConfig
 from ..errors import UserError, known_name
-from ..optimizers.fold_ablation import STUDIES, with_own
 from ..runs.provenance import cores
 from ..training import run as train
-from .folder import FILE, FORMAT
-from .search import MARGIN, Arm, Rule
+from .model import MARGIN, Arm, Contest, Rule
+from .studies import STUDIES, with_own
 
 Grids = dict[str, list[float]]  # arm -> values; "" is all arms
-
-
-@dataclass(frozen=True)
-class Contest:
-    """What a contest is, as `contest.json` keeps it.
-
-    Args:
-        kind: compare or ablate.
-        config: settings of all runs; of `optimizer` only betas (if set), eps and weight decay count.
-        arms: the contestants.
-        seeds: the first tunes, all count.
-        finalists: how many arms are repeated over the seeds; 0 is all.
-        rule: when a run is given up.
-        studies: of an ablation: name -> {"about", "base": arm, "cases": [{"value", "arm"}]}.
-        margin: how far apart, in nat, two arms may be that are called level; 0 is never.
-    """
-
-    kind: str
-    config: RunConfig
-    arms: list[Arm]
-    seeds: list[int]
-    finalists: int
-    rule: Rule
-    studies: dict[str, Any]
-    margin: float = MARGIN
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "kind": self.kind,
-            "settings": to_dict(self.config),
-            "contestants": [asdict(arm) for arm in self.arms],
-            "seeds": self.seeds,
-            "finalists": self.finalists,
-            "rule": asdict(self.rule),
-            "rule_in_words": str(self.rule),
-            "studies": self.studies,
-            "margin": self.margin,
-        }
-
-    @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> Contest:
-        arms = [Arm(**a) for a in d["contestants"]]
-        rule = Rule(**d["rule"])
-        margin = d.get("margin", MARGIN)
-        return cls(
-            d["kind"],
-            settings.from_dict(d["settings"], f"{FILE}: "),
-            arms,
-            d["seeds"],
-            d["finalists"],
-            rule,
-            d["studies"],
-            margin,
-        )
 
 
 def comparison(
@@ -80,8 +24,8 @@ def comparison(
     seeds: Sequence[int],
     lr: Grids | None = None,
     scale: Grids | None = None,
-    hopeless: float = 1.2,
-    hopeless_at: float = 0.3,
+    stop_factor: float = 1.2,
+    stop_at: float = 0.3,
     finalists: int = 0,
     margin: float = MARGIN,
 ) -> Contest:
@@ -107,8 +51,8 @@ def comparison(
             if values := given.get(name, given.get("")):
                 tune[key] = sorted(set(values))
         note = "; ".join(filter(None, (f"rates: {entry.source}", entry.limits)))
-        arms.append(Arm(name, name, dict(full.options), start, tune, note))
-    return _checked("compare", config, arms, seeds, finalists, hopeless, hopeless_at, {}, margin)
+        arms.append(Arm(name, name, dict(full.options), start, tune, note, entry.ours))
+    return _checked("compare", config, arms, seeds, finalists, stop_factor, stop_at, {}, margin)
 
 
 def ablation(
@@ -130,7 +74,8 @@ def ablation(
             plainly = case.optimizer == "foam-paper" and not case.options and case.scale in (None, base.scale)
             start = {"lr": base.lr, "scale": base.scale if case.scale is None else case.scale}
             full = optimizers.resolve(OptimizerConfig(case.optimizer, options=case.options))
-            arm = Arm("foam" if plainly else f"{name}-{case.value}", case.optimizer, dict(full.options), start)
+            label, ours = "foam" if plainly else f"{name}-{case.value}", optimizers.ours(case.optimizer)
+            arm = Arm(label, case.optimizer, dict(full.options), start, ours=ours)
             same = next((a for a in arms.values() if replace(a, label=arm.label, tune={}) == arm), arm)
             arms.setdefault(same.label, replace(same, tune={"lr": rates}))
             told.append({"value": case.value, "arm": same.label})
@@ -144,8 +89,8 @@ def _checked(
     arms: list[Arm],
     seeds: Sequence[int],
     finalists: int,
-    hopeless: float = 1.2,
-    hopeless_at: float = 0.3,
+    stop_factor: float = 1.2,
+    stop_at: float = 0.3,
     studies: dict[str, Any] | None = None,
     margin: float = MARGIN,
 ) -> Contest:
@@ -159,37 +104,16 @@ def _checked(
         raise UserError("a contest is decided by validation loss: train.steps and train.eval_tokens must be above 0")
     if finalists < 0:
         raise UserError(f"--finalists is a number of optimizers, or 0 for all; got {finalists}")
-    if hopeless and hopeless < 1:
-        raise UserError(f"--hopeless is a factor of at least 1, or 0 for never; got {hopeless}")
-    if not 0 < hopeless_at < 1:
-        raise UserError(f"--hopeless_at is a share of the steps, between 0 and 1; got {hopeless_at}")
+    if stop_factor and stop_factor < 1:
+        raise UserError(f"--stop_factor is a factor of at least 1, or 0 for never; got {stop_factor}")
+    if not 0 < stop_at < 1:
+        raise UserError(f"--stop_at is a share of the steps, between 0 and 1; got {stop_at}")
     if not 0 <= margin < math.inf:
         raise UserError(f'--margin is a difference of losses in nat, or 0 for no claim of "level"; got {margin}')
-    every = t.eval_every if hopeless else 0
-    step = max(-(-int(hopeless_at * t.steps) // every), 1) * every if every else 0
-    rule = Rule(step if step < t.steps else 0, hopeless)
+    every = t.eval_every if stop_factor else 0
+    step = max(-(-int(stop_at * t.steps) // every), 1) * every if every else 0
+    rule = Rule(step if step < t.steps else 0, stop_factor)
     # a trial writes no sample; what threads it has is the same for all
     quiet = replace(t, sample="", keep=1, threads=t.threads or min(4, cores()), seed=seeds[0])
     config = replace(data.settle(config)[0], train=quiet, out="")
     return Contest(kind, config, arms, list(seeds), finalists, rule, studies or {}, margin)
-
-
-def grids(text: str, flag: str) -> Grids:
-    """Values for all arms, or for some by name.
-
-    >>> grids("1e-3,3e-3", "lr"), grids("adamw=1e-3,3e-3;sgd=0.1", "lr")
-    ({'': [0.001, 0.003]}, {'adamw': [0.001, 0.003], 'sgd': [0.1]})
-    """
-    found = {}
-    for part in filter(None, text.replace(" ", "").split(";")):
-        name, sign, values = part.rpartition("=")
-        found[name if sign else ""] = numbers(values, flag)
-    return found
-
-
-def numbers(text: str, flag: str) -> list[float]:
-    """ "1,2" -> [1.0, 2.0]."""
-    try:
-        return [float(x) for x in text.split(",") if x]
-    except ValueError:
-        raise UserError(f"--{flag} takes numbers separated by commas, or NAME=NUMBERS;NAME=...; got {text!r}") from None

@@ -15,14 +15,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from ..config import foam_of_old
 from ..errors import UserError
 from ..files import parse_json, plain_name, read_json, write_atomically, writing
 from ..runs.provenance import installed
 from ..runs.record import read_metrics, read_run
-from .search import MARGIN, Arm, Outcome, Rule
+from .model import FILE, FORMAT, MARGIN, Arm, Outcome, Rule
 
-FILE, STOPPED = "contest.json", "stopped.json"
-FORMAT = 1
+STOPPED = "stopped.json"
 NEEDED: dict[str, type] = {
     "kind": str, "status": str, "command": str, "started": str, "settings": dict, "contestants": list, "seeds": list,
     "finalists": int, "rule": dict, "rule_in_words": str, "studies": dict,
@@ -71,7 +71,7 @@ def outcome(folder: Path) -> Outcome:
     return Outcome(run.status, math.inf if last["loss"] is None else last["loss"], error)
 
 
-def hopeless(folder: Path, rule: Rule) -> str:
+def why_stop(folder: Path, rule: Rule) -> str:
     """Why the rule stops the run in `folder` (whose siblings are the other runs of its arm); empty if it does not."""
     own = loss_at(folder, rule.step)
     siblings = [f for f in folder.parent.iterdir() if f.is_dir() and f != folder]
@@ -150,6 +150,8 @@ def read(folder: Path) -> dict[str, Any]:
     if lacking := [key for key in NEEDED if key not in contest]:
         raise UserError(f"{path} lacks {', '.join(lacking)}: it was not written by foamlab, or is damaged")
     try:
+        # contests before 0.3 do not say which arms are torchfoam's own
+        contest["contestants"] = [{"ours": foam_of_old(str(x["optimizer"])), **x} for x in contest["contestants"]]
         _check(contest)
     except (TypeError, KeyError, ValueError) as e:
         told = f"{e} is missing" if isinstance(e, KeyError) else str(e)
@@ -191,7 +193,7 @@ def _check(contest: dict[str, Any]) -> None:
 def _check_arm(arm: Arm) -> None:
     for key, value in {"label": arm.label, "optimizer": arm.optimizer}.items():
         _want(plain_name(value), key, value)
-    for part, kind in ((arm.options, dict), (arm.start, dict), (arm.tune, dict), (arm.note, str)):
+    for part, kind in ((arm.options, dict), (arm.start, dict), (arm.tune, dict), (arm.note, str), (arm.ours, bool)):
         _want(isinstance(part, kind), f"contestant {arm.label} with", part)
     for key in ("lr", "scale"):
         _want(_number(arm.start[key]) and arm.start[key] >= 0, key, arm.start[key])

@@ -12,7 +12,8 @@ from typing import Any
 from ..runs.stats import mean, paired, percent, verdict
 from ..runs.summary import Summary, cautions, perplexity, summarize
 from .folder import Outcomes
-from .search import MARGIN, Arm, Found, Outcome, Rule, Trial, wanted
+from .model import MARGIN, Arm, Outcome, Rule, Trial
+from .search import Found, wanted
 
 
 def standings(folder: Path, contest: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,6 +47,7 @@ def standings(folder: Path, contest: Mapping[str, Any]) -> dict[str, Any]:
 def _row(arm: Arm, found: Found, runs: list[Summary], first: Outcome) -> dict[str, Any]:
     row: dict[str, Any] = {
         "arm": arm.label,
+        "ours": arm.ours,
         "n": len(runs),
         "status": "done" if runs else "tuning" if found.todo else first.status,
         "why": first.why,
@@ -84,9 +86,9 @@ def verdicts(
         told = [pair for pair in dict.fromkeys(cases) if pair[0] != pair[1] and set(pair) <= set(ranked)]
         possible = told
     else:
-        ours = [arm for arm in ranked if arm.startswith("foam")]
+        ours = [row["arm"] for row in rows if row["arm"] in ranked and row["ours"]]
         told = [(ranked[0], other) for other in ranked[1:]]
-        told += [(ours[0], other) for other in ranked if ours and not other.startswith("foam")]
+        told += [(ours[0], other) for other in ranked if ours and other not in ours]
         told = [pair for k, pair in enumerate(told) if set(pair) not in map(set, told[:k])]
         possible = list(combinations(ranked, 2))
     count = sum(len(_common(a, b, runs)) > 1 for a, b in possible)

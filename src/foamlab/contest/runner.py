@@ -1,6 +1,6 @@
 """`compare` and `ablate`: many runs over the same model, tokens and batches, each in a process of its own.
 
-What is to be run `lineup` says, which runs come next `contest`; this room starts and stops them. It prints nothing: see
+What is to be run `design` says, which runs come next `search`; this room starts and stops them. It prints nothing: see
 `on_event`.
 """
 
@@ -29,14 +29,14 @@ from ..files import await_release, lock
 from ..runs.provenance import cores, now
 from ..signals import STOPS, stop_requests
 from ..training import run as train
-from .design import Contest
 from .folder import Outcomes, newest, outcome, read, same_library, write
+from .model import MARGIN, Contest, Trial
 from .results import standings
-from .search import MARGIN, Trial, wanted
+from .search import wanted
 
 OnEvent = Callable[[dict[str, Any]], None]
 FLAGS = {
-    "--margin": "margin", "--seeds": "seeds", "--finalists": "finalists", "--hopeless or --hopeless_at": "rule",
+    "--margin": "margin", "--seeds": "seeds", "--finalists": "finalists", "--stop_factor or --stop_at": "rule",
     "--studies": "studies", "--optimizers, --studies, --lr or --scale": "contestants",
 }  # fmt: skip
 POLL = 0.3  # seconds between looks at the processes
@@ -114,9 +114,9 @@ def resume(folder: Path, jobs: int = 0, on_event: OnEvent = lambda event: None) 
                 await_release(path.parent)
             if outcome(path.parent).over:  # a kill may have come before this was done
                 tidy(path.parent)
-        hall = Hall(contest, folder, text, jobs, on_event)
+        runner = Runner(contest, folder, text, jobs, on_event)
         try:
-            finished = hall.run()
+            finished = runner.run()
         finally:
             kept = {**kept, "status": "interrupted", "ended": now(), **standings(folder, kept)}
             write(folder, kept)
@@ -145,7 +145,7 @@ def _try_all(contest: Contest) -> None:
         train.rehearse(replace(c, optimizer=arm.at(arm.start, c.optimizer)), device)
 
 
-class Hall:
+class Runner:
     """Where trials run: a number of slots, each with a process at most, and with a GPU of its own if there are any."""
 
     def __init__(self, contest: Contest, folder: Path, text: str, jobs: int, on_event: OnEvent) -> None:

@@ -1,6 +1,6 @@
-"""A contest in the abstract: its arms, what a trial is and what became of it, and which are to be run next.
+"""Which trials of a contest are to be run next: the search for each arm's best point, then the seeds.
 
-What has been run `ledger` reads from the run folders alone, so a contest that was killed goes on where it was. Knows
+What has been run `folder` reads from the run folders alone, so a contest that was killed goes on where it was. Knows
 no files, runs nothing, needs no torch.
 """
 
@@ -11,96 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..config import OptimizerConfig
-
-MARGIN = 0.01  # nat: what is asked of "level with" unless a contest says otherwise
-Point = dict[str, Any]  # what is tuned: {"lr": 0.01, "scale": 0.25, ...}
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One contestant: an optimizer with fixed settings, and what is tuned.
-
-    Args:
-        label: its name in tables and in the names of run folders.
-        optimizer: an entry of OPTIMIZERS.
-        options: fixed options.
-        start: the values that tuning starts from: lr, scale.
-        tune: lr, scale or an option -> values, rising; tried in turns, each with the best of the others so far.
-        note: what this implementation cannot do, and where its values come from.
-    """
-
-    label: str
-    optimizer: str
-    options: dict[str, Any] = field(default_factory=dict)
-    start: Point = field(default_factory=dict)
-    tune: dict[str, list[Any]] = field(default_factory=dict)
-    note: str = ""
-
-    def at(self, point: Point, shared: OptimizerConfig) -> OptimizerConfig:
-        """The optimizer's settings at a point; betas, eps and weight decay are shared by all arms."""
-        values = dict(point)
-        return OptimizerConfig(
-            self.optimizer, values.pop("lr"), shared.betas, shared.eps, shared.weight_decay, values.pop("scale"),
-            {**self.options, **values},
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One run of a contest: an arm at one point, with one seed. `stage` is "lr", "scale", ... or "seeds"."""
-
-    arm: Arm
-    point: Point
-    seed: int
-    stage: str
-
-    @property
-    def name(self) -> str:
-        """Its folder in that of the contest: ARM/lr0.01-scale0.25-seed0."""
-        values = "-".join(f"{key}{_short(value)}" for key, value in self.point.items())
-        return f"{self.arm.label}/{values}-seed{self.seed}"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a trial.
-
-    `status`: none, running, interrupted, failed (all to be run or resumed); done; stopped (by the contest's rule);
-    diverged (too many steps that were not finite). `loss`: the last evaluation's, or the one it was stopped for.
-    """
-
-    status: str
-    loss: float = math.inf
-    why: str = ""
-
-    @property
-    def over(self) -> bool:
-        return self.status in ("done", "stopped", "diverged")
-
-    @property
-    def rank(self) -> tuple[int, float]:
-        """Lower is better; a stopped run is behind all that finished, a diverged one behind all."""
-        return ("done", "stopped").index(self.status) if self.status in ("done", "stopped") else 2, self.loss
-
-
-@dataclass(frozen=True)
-class Rule:
-    """When a trial is given up: at `step`, with a loss above `factor` times the lowest of its arm at that step.
-
-    Only its own arm counts: else the runs of a weak arm that come early would end, the better ones later not.
-    """
-
-    step: int
-    factor: float
-
-    def __str__(self) -> str:
-        if not self.step:
-            return "No run was stopped early."
-        return (
-            f"While rates are tuned, a run is stopped at step {self.step} if its validation loss there is above "
-            f"{self.factor:g} times the lowest that a run of the same optimizer has had at that step by then."
-        )
+from .model import Arm, Outcome, Point, Trial
 
 
 @dataclass
@@ -216,7 +127,3 @@ def wanted(
 def _distance(trial: Trial) -> float:
     steps = [abs(math.log(x / y)) for k, y in trial.arm.start.items() if (x := trial.point.get(k)) and y and x > 0 < y]
     return sum(steps)
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""One run of a contest, in a process of its own: `python -m foamlab.trial`, its orders as JSON on the standard input.
+"""One run of a contest in a process of its own: `python -m foamlab.contest.trial`, its orders as JSON on stdin.
 
 An ordinary run, so that its peak memory and its threads are its own; it stops itself when the contest's rule says so.
 Orders: {"config": settings as in config.yaml, "resume": bool, "rule": {"step", "factor"} or null,
@@ -18,8 +18,8 @@ from .. import settings
 from ..errors import UserError
 from ..files import write_atomically
 from ..training.run import train
-from .folder import STOPPED, hopeless, loss_at
-from .search import Rule
+from .folder import STOPPED, loss_at, why_stop
+from .model import Rule
 
 
 def run(orders: dict[str, Any]) -> str:
@@ -33,7 +33,7 @@ def run(orders: dict[str, Any]) -> str:
             raise UserError(f"{config.data.name} has changed since the contest was begun: start anew")
         if orders.get("parent") not in (None, os.getppid()):  # the contest was killed: save, so that it can go on
             signal.raise_signal(signal.SIGTERM)
-        if rule and event["kind"] == "eval" and event["step"] == rule.step and (why := hopeless(folder, rule)):
+        if rule and event["kind"] == "eval" and event["step"] == rule.step and (why := why_stop(folder, rule)):
             fate = {"step": rule.step, "loss": loss_at(folder, rule.step), "why": why}
             write_atomically(folder / STOPPED, json.dumps(fate) + "\n")
             signal.raise_signal(signal.SIGTERM)  # the loop ends after its next step, with all in order

@@ -258,7 +258,7 @@ def rivals(planner: Planner, asked: Plan, everything: bool) -> list[dict[str, An
         if entry.install and not everything and name != asked.config.optimizer.name:
             continue
         ours = optimizers.ours(name)
-        options: dict[str, Any] = {"from_scratch": True} if name == "lora" else {}
+        options: dict[str, Any] = {"from_scratch": True} if entry.adapts else {}
         if narrow and ours and "state" not in entry.options:
             options["state"] = "bfloat16"
         train = asked.config.train if ours else replace(asked.config.train, release=False, residual_every=0)

@@ -206,7 +206,7 @@ class Planner:
 
     def model(self, config: RunConfig) -> Any:
         """The model on the meta device, with adapters where the optimizer adds them; checkpointing as last set."""
-        adapters = repr(config.optimizer.options) if config.optimizer.name == "lora" else ""
+        adapters = repr(config.optimizer.options) if optimizers.OPTIMIZERS[config.optimizer.name].adapts else ""
         key = ("model", config.train.precision == "bfloat16", config.data.sequence, adapters)
         if key not in self._cache:
             model = self.bare(config, torch.bfloat16 if config.train.precision == "bfloat16" else torch.float32)
@@ -237,7 +237,8 @@ class Planner:
         key = ("optimizer", config.train.precision == "bfloat16", config.data.sequence, repr(config.optimizer))
         if key not in self._cache:
             model = self.model(config)
-            adapters = config.optimizer.name == "lora"  # they are in the model already, and AdamW's to train
+            # adapters are in the model already, and AdamW's to train
+            adapters = optimizers.OPTIMIZERS[config.optimizer.name].adapts
             kind = replace(config.optimizer, name="adamw", options={}) if adapters else config.optimizer
             self._cache[key] = Footprint(kind, model, self.device)
         return self._cache[key]

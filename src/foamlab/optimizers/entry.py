@@ -5,7 +5,9 @@ Matrices and the rest are told apart by torchfoam's own routing, for rivals too,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +18,12 @@ from torch.optim import Optimizer
 from torchfoam import param_groups
 
 Named = list[tuple[str, Tensor]]
+
+BETAS = (0.9, 0.999)
+# half-decade steps; contests follow a best value at an end one further
+ADAM_RATES = (3e-4, 1e-3, 3e-3, 1e-2)
+HIGH_RATES = (3e-3, 1e-2, 3e-2)
+SCALES = (0.125, 0.25, 0.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,7 @@ class Entry:
         install: what to install where the class cannot be imported.
         limits: what this implementation cannot do, in words.
         resumable: whether a checkpoint can bring its state back.
+        adapts: whether it trains adapters of its own, which become part of the model, and freezes the rest.
     """
 
     help: str
@@ -48,6 +57,12 @@ class Entry:
     install: str = ""
     limits: str = ""
     resumable: bool = True
+    adapts: bool = False
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is torchfoam's own optimizer."""
+        return self.kind.startswith("torchfoam:")
 
 
 @dataclass(frozen=True)
@@ -145,3 +160,18 @@ class Routed(Optimizer):
         state.clear()
         state.update(loaded)
         self._link([g for part in self.parts for g in part.param_groups])
+
+
+@contextmanager
+def hushed() -> Iterator[None]:
+    """Let imports in the block pass over one line of bitsandbytes: it misses a package for inference in 4 bits."""
+    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
+
+    def relevant(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
+
+    log.addFilter(relevant)
+    try:
+        yield
+    finally:
+        log.removeFilter(relevant)

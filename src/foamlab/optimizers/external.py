@@ -13,9 +13,6 @@ Packages are imported when such an optimizer is built, not before. What stands w
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from math import sqrt
 from typing import Any
@@ -24,29 +21,24 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import UserError, known_name
-from .entry import Entry, Named, Routed, Settings, matrices, plain_adamw, split, trainable
+from .entry import (
+    ADAM_RATES,
+    BETAS,
+    HIGH_RATES,
+    SCALES,
+    Entry,
+    Named,
+    Routed,
+    Settings,
+    hushed,
+    matrices,
+    plain_adamw,
+    split,
+    trainable,
+)
 
 INSTALL = "'torchfoam[rivals]'"
-# half-decade steps; contests follow a best value at an end one further
-ADAM_RATES = (3e-4, 1e-3, 3e-3, 1e-2)
-HIGH_RATES = (3e-3, 1e-2, 3e-2)
-SCALES = (0.125, 0.25, 0.5, 1.0)
 PROJECTIONS = ("std", "reverse_std", "right", "left", "full", "random")
-
-
-@contextmanager
-def hushed() -> Iterator[None]:
-    """Let imports in the block pass over one line of bitsandbytes: it misses a package for inference in 4 bits."""
-    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
-
-    def relevant(record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
-
-    log.addFilter(relevant)
-    try:
-        yield
-    finally:
-        log.removeFilter(relevant)
 
 
 def adamw8bit(model: nn.Module, kind: type, s: Settings, *, embedding_bits: int = 32, **options: Any) -> Optimizer:
@@ -158,7 +150,6 @@ def lora(
     return plain_adamw(trainable(model), replace(s, lr=s.lr * s.scale), "adapters")
 
 
-BETAS = (0.9, 0.999)
 RIVALS: dict[str, Entry] = {
     "adamw8bit": Entry(
         "AdamW with 8-bit state", "bitsandbytes.optim:AdamW8bit", adamw8bit, 1e-3, BETAS, 1.0,
@@ -195,7 +186,7 @@ RIVALS: dict[str, Entry] = {
     "lora": Entry(
         "LoRA: AdamW on adapters of a pre-trained model", "torch.optim:AdamW", lora, 3e-4, BETAS, 1.0,
         "customary for adapters of rank 16 (Hu et al., arXiv 2106.09685: 2e-4)",
-        tune={"lr": (1e-4, 3e-4, 1e-3, 3e-3)}, install=INSTALL,
+        tune={"lr": (1e-4, 3e-4, 1e-3, 3e-3)}, install=INSTALL, adapts=True,
         limits="only meaningful from a pre-trained folder; its checkpoints are of the model with adapters inside",
     ),
 }  # fmt: skip

@@ -22,8 +22,8 @@ from torchfoam import PAPER, param_groups
 from .. import settings
 from ..config import OptimizerConfig
 from ..errors import UserError, known_name
-from .entry import Entry, Routed, Settings, matrices, plain_adamw, split
-from .external import ADAM_RATES, BETAS, HIGH_RATES, RIVALS, SCALES, hushed
+from .entry import ADAM_RATES, BETAS, HIGH_RATES, SCALES, Entry, Routed, Settings, hushed, matrices, plain_adamw, split
+from .external import RIVALS
 
 # options that the meta device cannot judge, and those that only the whole model can
 ON_DEVICE, OF_MODEL = ("backend", "fused"), ("overrides", "no_decay", "state_budget")
@@ -157,7 +157,7 @@ OPTIMIZERS: dict[str, Entry] = {
 
 def ours(name: str) -> bool:
     """Whether an entry is torchfoam's own optimizer."""
-    return _entry(name).kind.startswith("torchfoam:")
+    return _entry(name).ours
 
 
 def resolve(config: OptimizerConfig) -> OptimizerConfig:

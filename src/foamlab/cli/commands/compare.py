@@ -14,4 +14,5 @@ COMMAND = Command(
         "foamlab compare demo --optimizers foam,adamw --lr 1e-3,3e-3 --seeds 0,1,2,3,4",
         "foamlab compare --resume runs/contest",
     ),
+    renamed={"hopeless": "stop_factor", "hopeless_at": "stop_at"},
 )
