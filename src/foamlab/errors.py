@@ -1,4 +1,4 @@
-"""What a user can mend, in one line; and the name that was meant."""
+"""Errors that the user can correct, in one line; and the name that was meant."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 
 
 class UserError(Exception):
-    """Something the user can mend. One line that says what is wrong and what to do; the command exits with code 2."""
+    """An error that the user can correct. One line says what is wrong and what to do; the command exits with code 2."""
 
 
 class Diverged(UserError):
@@ -16,7 +16,7 @@ class Diverged(UserError):
 
 
 def known_name(name: str, known: Iterable[str], what: str) -> str:
-    """The name itself if it is known; else a UserError that offers the nearest and lists the rest."""
+    """The name itself if it is known; else a UserError that suggests the nearest and lists the rest."""
     known = list(known)
     if name in known:
         return name
@@ -27,11 +27,11 @@ def known_name(name: str, known: Iterable[str], what: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str], least: float = 0.4) -> str:
-    """The known name most like this one, upper and lower case alike; "" if none is at least so much alike (0 to 1).
+    """The known name most similar to this one, ignoring case; "" if none has a similarity of `least` (0 to 1).
 
-    A name that begins so comes first. A word without a dash is also held against the family that several names share
-    (lama: llama-1m, llama-10m, ...). Of those equally alike the first is taken, so a table begins with what is wanted
-    most.
+    A name that starts with this one comes first. A word without a dash is also compared with the family that several
+    names share (lama: llama-1m, llama-10m, ...). If several are equally similar, the first is taken, so a table begins
+    with the most likely.
 
     >>> nearest("lama", ["gpt2", "llama-1m", "llama-8b"]), nearest("llama-60m", ["llama-10m", "llama-60m-paper"])
     ('llama-1m', 'llama-60m-paper')

@@ -1,4 +1,4 @@
-"""A model's or tokenizer's files: a folder here, or OWNER/NAME on the Hugging Face hub, fetched into its cache."""
+"""The files of a model or tokenizer: a local folder, or OWNER/NAME on the Hugging Face hub, downloaded to its cache."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
 def is_hub(name: str) -> bool:
-    """Whether this is a name on the hub, and nothing that exists here."""
+    """Whether this is a name on the hub, and no local path."""
     return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None and not Path(name).exists()
 
 
 def local(name: str, weights: bool = False) -> Path:
-    """The folder of `name`; what is on the hub is fetched if it is not here yet, its weights only where asked for.
+    """The folder of `name`, downloaded from the hub if needed.
+
+    Args:
+        name: a local folder, or OWNER/NAME on the hub.
+        weights: download the weights too.
 
     Raises:
         UserError: no such model, no access to it, or no network, in one line.

@@ -1,8 +1,8 @@
-"""What the world does to a run while it goes: it asks it to stop, or stops reading what it says.
+"""Requests to stop a run, and output that can no longer be written.
 
 Ctrl-C, SIGTERM, SIGHUP (a terminal that was closed), SIGUSR1, SIGUSR2 and SIGXCPU (what batch systems send before they
 kill) all mean the same: finish the step, save, end. A signal that the process was started to ignore (`nohup`) stays
-ignored. No torch here, so that the command can hold this from its first line.
+ignored. No torch here, so that the command can use this from its first line.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
     """Whether a signal of `STOPS` has come during the block, as a function; a second Ctrl-C is a KeyboardInterrupt.
 
     No other pair aborts: torchrun sends SIGTERM and SIGINT for one Ctrl-C, Slurm a warning and SIGTERM. Outside the
-    main thread nothing is caught. That torchrun has died is a request too: it does so on SIGUSR1, and leaves its
-    processes to themselves.
+    main thread nothing is caught. The end of torchrun is a request too: it ends on SIGUSR1 and leaves its processes
+    running.
     """
     asked: list[int] = []
     parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -89,7 +89,7 @@ class _Steady:
             self._lost(e)
 
     def _lost(self, error: OSError) -> None:
-        """Go on with stderr; with nothing, if that is lost too."""
+        """Go on with stderr, or without output if that is lost too."""
         silence(self._stream)
         text = "".join(self._unsaid)
         self._unsaid.clear()
@@ -106,16 +106,16 @@ class _Steady:
 
 
 def steady(stream: TextIO) -> TextIO:
-    """The stream, for a run to speak to: when it can no longer be written, that does not make the run fail.
+    """The stream, wrapped so that a run does not fail when it can no longer be written.
 
     If its reader is gone (`| head`) or its disk is full, the run is asked to stop, so that it saves; if a terminal was
-    closed, it goes on in silence. What could not be said goes to stderr.
+    closed, it goes on without output. What could not be written goes to stderr.
     """
     return cast(TextIO, _Steady(stream))
 
 
 def silence(stream: TextIO) -> None:
-    """Let what is still to be written to a stream go nowhere, also at exit."""
+    """Discard what is still to be written to a stream, also at exit."""
     with suppress(OSError, ValueError, AttributeError):  # no file below it
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

@@ -7,11 +7,11 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 
-LEAST = 24  # letters: a text in less than that is set below its row instead
+LEAST = 24  # characters: with less room than that, the last column is put below its row
 
 
 def count(n: int) -> str:
-    """How many, in three or more figures.
+    """A number of parameters.
 
     >>> count(1_840_256), count(6_738_415_616)
     ('1.8 M', '6.74 B')
@@ -32,9 +32,12 @@ def gb(size: float) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], width: int | None = None) -> str:
-    """Columns, each as wide as its widest cell; the last is broken where the terminal ends, or at `width`.
+    """Columns, each as wide as its widest cell; the last one is wrapped.
 
-    In a pipe, where None is no limit, a row stays a line.
+    Args:
+        header: one cell per column.
+        rows: as many cells each.
+        width: characters per line; None means the width of the terminal, without a limit in a pipe.
     """
     if width is None:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
@@ -45,20 +48,20 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], width: int | Non
         return "\n".join("  ".join([f"{x:<{w}}" for x, w in zip(line, widths)] + [line[-1]]).rstrip() for line in lines)
     below = width - lead < LEAST
     indent = 4 if below else lead
-    told = []
+    wrapped = []
     for line in lines:
         start = "  ".join(f"{x:<{w}}" for x, w in zip(line, widths)).rstrip()
         text = textwrap.wrap(line[-1], max(width - indent, 1), break_on_hyphens=False)
         if text and not below:
             start = f"{start:<{lead}}{text.pop(0)}"
-        told += [start, *(" " * indent + part for part in text)]
-    return "\n".join(told)
+        wrapped += [start, *(" " * indent + part for part in text)]
+    return "\n".join(wrapped)
 
 
 def fitted(rows: Sequence[Sequence[str]], width: int = 0) -> str:
-    """A table of figures, head first, as wide as the terminal (80 columns where there is none), or `width`.
+    """A table of numbers, header first, that fits `width` or the terminal (80 characters without one).
 
-    One row a line if that fits; else turned, a column a row; else as many of those columns as fit at a time.
+    One line per row if that fits; else transposed; else transposed in parts, as many columns as fit at a time.
     """
     width = width or shutil.get_terminal_size().columns
     if widest(whole := table(rows[0], rows[1:], sys.maxsize)) <= width:

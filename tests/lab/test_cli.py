@@ -165,7 +165,7 @@ WRONG = {
     "train --dry_run --model.name .": "not a Hugging Face model folder",
     "train --dry_run --data.name stdlb": r"did you mean stdlib\?",
     "train --dry_run --data.name text:nowhere/x": "no such file or folder: 'nowhere/x'",
-    "train --dry_run --data.name text:latin.yaml": "cannot tell what latin.yaml holds",
+    "train --dry_run --data.name text:latin.yaml": "cannot tell from its name what latin.yaml contains",
     "train --dry_run --data.name text:pictures": r"no text in pictures \(1 files of other kinds\)",
     "train --dry_run --data.name text:": "lacks its PATH",
     "train --dry_run --data.name stdlib:3": "takes nothing after a colon",
@@ -256,7 +256,7 @@ def test_train_stop_resume_report(desk, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(run_display.Plain, "train", stop)
         assert main(["train", *TINY, "--train.steps", "6", "--out", "halves"]) == 130
-    assert "to go on: foamlab train --resume halves" in capsys.readouterr().out
+    assert "to resume: foamlab train --resume halves" in capsys.readouterr().out
     assert main(["train", "--resume", "halves"]) == 0
     newest = "checkpoints/step-00000006/model.safetensors"
     assert (desk / "halves" / newest).read_bytes() == (desk / "whole" / newest).read_bytes()

@@ -89,7 +89,7 @@ def test_damaged_cache_is_told_and_built_again(config: DataConfig, name: str, ho
     corpus = prepare(config, 0, events.append)
     assert content(corpus.folder) == before
     told = [event["message"] for event in events if event["stage"] == "warning"]
-    assert told == [f"the token cache {folder} is damaged ({name} is not as it was written): it is built again"]
+    assert told == [f"the token cache {folder} is damaged ({name} has changed or is missing): it is rebuilt"]
     prepare(config, 0, lambda fact: pytest.fail(str(fact)) if fact["stage"] != "hash" else None)
 
 

@@ -118,7 +118,7 @@ def test_a_text_column_of_no_usual_name_is_told(tmp_path: Path, kind: str) -> No
     path.write_bytes(rows_of(kind, [{"words": "one"}, {"words": "two"}]))
     rows = Rows(str(path))
     assert texts_of(path, rows=rows) == ["one", "two"]
-    assert rows.remarks == [f"{path}: the text is taken from 'words', the only column that holds any"]
+    assert rows.remarks == [f"{path}: the text is taken from 'words', the only column with text"]
     path.write_bytes(rows_of(kind, [{"title": "a", "summary": "b"}]))
     with pytest.raises(UserError, match=r"set data\.column to one of: title, summary"):
         texts_of(path)
@@ -165,7 +165,7 @@ def test_jsonl_of_strings_nulls_and_blank_lines(tmp_path: Path) -> None:
 
 PAIR = [{"text": "one, which is long enough"}, {"content": "two, which is long enough"}]
 LOST = {  # file -> (content, share lost, what is told)
-    "two-names.jsonl": (rows_of(".jsonl", PAIR), 0.5, "1 of 2 rows gave no text, or not all of it: 1 without 'text'"),
+    "two-names.jsonl": (rows_of(".jsonl", PAIR), 0.5, "1 of 2 rows gave no text, or only part of it: 1 without 'text'"),
     "two-names.json": (rows_of(".json", PAIR), 0.5, "has: content"),
     "nulls.json": (rows_of(".json", [PAIR[0], {"text": None}, {"text": None}]), 2 / 3, "2 with null in 'text'"),
     "kinds.jsonl": (
@@ -188,7 +188,7 @@ def test_what_is_lost_is_counted_and_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(content)
     config = DataConfig(f"text:{tmp_path / name}", "bytes", 2, validation=0.0, cache=str(tmp_path / "cache"))
     for _ in range(2):  # also from the cache
-        with pytest.raises(UserError, match=f"{100 * share:.1f}% of .* would be lost: .*{told}.*--data.lost "):
+        with pytest.raises(UserError, match=f"{100 * share:.1f}% of .* gives no text: .*{told}.*--data.lost "):
             prepare(config, 0)
     config.lost = math.ceil(100 * share) / 100
     for _ in range(2):
@@ -214,7 +214,7 @@ def test_a_little_lost_is_only_told(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines)
     config = DataConfig(f"text:{tmp_path / 'a.jsonl'}", "bytes", 4, validation=0.0, cache=str(tmp_path / "cache"))
     data = prepare(config, 0)
-    assert data.warnings[0] == "1 of 200 rows gave no text, or not all of it: 1 without 'text'"
+    assert data.warnings[0] == "1 of 200 rows gave no text, or only part of it: 1 without 'text'"
     assert data.describe()["lost"] == pytest.approx(0.005)
 
 
@@ -230,10 +230,10 @@ def test_in_a_folder_what_is_lost_counts_by_its_bytes(tmp_path: Path) -> None:
     assert data.warnings == [
         "skipped 1 of 3 files that cannot be read (the first: latin.txt: not UTF-8 (byte 3))",
         "skipped 1 of 3 files that hold no rows of text (the first: package.json: no array of objects or strings)",
-        "left out files of other kinds: 1 .pdf",
+        "skipped files of other kinds: 1 .pdf",
     ]
     (folder / "latin.txt").write_bytes("café ".encode("latin-1") * 1000)
-    with pytest.raises(UserError, match=r"15\.\d% of .* would be lost: skipped 1 of 3 .* --data\.lost 0\.16"):
+    with pytest.raises(UserError, match=r"15\.\d% of .* gives no text: skipped 1 of 3 .* --data\.lost 0\.16"):
         prepare(config, 0)
 
 

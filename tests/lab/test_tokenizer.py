@@ -183,8 +183,8 @@ def test_a_model_folder_brings_its_tokenizer(tmp_path: Path) -> None:
     assert choose("bytes", "llama-1m") == choose("bytes", str(bare)) == ("bytes", "")
     assert choose(str(tmp_path / "copy"), str(model))[1] == ""  # the same, from elsewhere
     spec, warning = choose("bytes", str(model))
-    assert spec == "bytes" and "brings its own tokenizer" in warning
-    with pytest.raises(UserError, match="brings no tokenizer: name one"):
+    assert spec == "bytes" and "has its own tokenizer" in warning
+    with pytest.raises(UserError, match="has no tokenizer: name one"):
         choose("", str(bare))
 
 

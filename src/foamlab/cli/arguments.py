@@ -1,4 +1,4 @@
-"""From words to a call: presets, YAML files and flags become the arguments of a function.
+"""Command lines: presets, YAML files and flags become the arguments of a function.
 
 The function's signature is the flags, its docstring their help. Positional-only parameters become positional
 arguments; a parameter `config: RunConfig` brings a preset or YAML file first, and all settings as flags. What a name
@@ -30,7 +30,7 @@ def call(command: Command, args: Words) -> int | str | None:
     """Call a command's function with arguments parsed by its signature; or give its help or the settings as text.
 
     Raises:
-        UserError: arguments that do not fit; for an unknown one the nearest is offered.
+        UserError: wrong arguments; for an unknown one the nearest is suggested.
     """
     if {"-h", "--help"} & set(args):
         return usage(command)
@@ -148,13 +148,13 @@ def _given_first(command: Command, words: Words, resume: str) -> Values:
 def _settings(path: Path) -> Values:
     """The settings that a YAML file holds. Raises UserError if they are none."""
     if not (content := read_yaml(path)):
-        raise UserError(f"{path} holds no settings; `foamlab presets demo` shows what they look like")
+        raise UserError(f"{path} holds no settings; `foamlab presets demo` prints an example")
     values = settings.by_name(content, f"{path}: ")
     return of_old(values) if (path.parent / "run.json").is_file() else values
 
 
 def _brings(model: str) -> bool:
-    """Whether a model brings its own tokenizer: a folder, or one of the hub."""
+    """Whether a model has its own tokenizer: a folder, or a name on the hub."""
     return "/" in model or Path(model).is_dir()
 
 
@@ -184,9 +184,9 @@ def recipe(name: str) -> Path:
     if path.is_file():
         return path
     if path.is_dir() and (path / "config.yaml").is_file():
-        raise UserError(f"{name} is a run folder: `foamlab train --resume {name}` goes on with it")
+        raise UserError(f"{name} is a run folder: `foamlab train --resume {name}` resumes it")
     if path.suffix in YAML:
-        raise UserError(f"no such file: {name}; `foamlab train demo --print_config > {name}` makes one to start from")
+        raise UserError(f"no such file: {name}; `foamlab train demo --print_config > {name}` writes one to start from")
     return known[known_name(name, sorted(known, key=len), "preset")]  # the plainest first
 
 
@@ -205,12 +205,12 @@ def usage(command: Command) -> str:
         epilog="\n  ".join(["examples:", *command.examples]), formatter_class=RawDescriptionHelpFormatter,
     )  # fmt: skip
     options = parser.add_argument_group("options")
-    options.add_argument("-h", "--help", action="store_true", help="show this")
+    options.add_argument("-h", "--help", action="store_true", help="show this help")
     for key, p in inspect.signature(function, eval_str=True).parameters.items():
         if p.annotation is RunConfig:
             parser.usage = f"foamlab {name} [{' | '.join(command.first_word)}] [--KEY VALUE ...]"
-            options.add_argument("--config", metavar="FILE", help="a YAML file; the same as giving it first")
-            options.add_argument("--print_config", action="store_true", help="show the settings as YAML, and stop")
+            options.add_argument("--config", metavar="FILE", help="a YAML file, as if given first")
+            options.add_argument("--print_config", action="store_true", help="print the settings as YAML and exit")
             _describe_settings(parser)
         elif p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY):
             parser.add_argument(key, nargs="+" if p.kind is p.VAR_POSITIONAL else "?", help=texts[key])
@@ -229,14 +229,12 @@ def _describe_settings(parser: ArgumentParser) -> None:
         doc = docstring_parser.parse(inspect.getdoc(held if is_dataclass(held) else RunConfig) or "")
         texts = {p.arg_name: p.description or "" for p in doc.params}
         own = {key: kind for key, kind in settings.knobs().items() if key.partition(".")[0] == part.name}
-        group = parser.add_argument_group(
-            (doc.short_description or "").rstrip(".") if is_dataclass(held) else "Where it goes"
-        )
+        group = parser.add_argument_group((doc.short_description or "").rstrip(".") if is_dataclass(held) else "Output")
         for key, kind in own.items():
             last = key.rpartition(".")[2]
             _describe(group, key, kind, texts[last], getattr(held, last) if is_dataclass(held) else held)
         if part.name == "optimizer":
-            group = parser.add_argument_group("The options of foam and its kin (`foamlab optimizers NAME` for others)")
+            group = parser.add_argument_group("Options of FOAM (`foamlab optimizers NAME` lists those of others)")
             for key, text in FOAM_OPTIONS.items():
                 _describe(group, f"{settings.OPTIONS}.{key}", str, text, None)
 

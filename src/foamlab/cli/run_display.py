@@ -1,4 +1,4 @@
-"""A run as one watches it: a live display on a terminal, one plain line per interval when piped.
+"""The display of a run: live on a terminal, one plain line per interval when piped.
 
 `display()` gives the `on_event` of `train`, which calls it on rank 0 only. Everything shown comes from the events
 (docs/formats.md); nothing is computed here but the time left.
@@ -27,15 +27,15 @@ STAGES = {
     "hash": "reading files",
     "tokenizer": "training the tokenizer",
     "check": "checking the token cache",
-    "tokens": "cutting text into tokens",
-    "wait": "another process makes the same tokens: waiting",
+    "tokens": "tokenizing",
+    "wait": "waiting: another process is building this token cache",
 }
 
 
 @contextmanager
 def display(stream: TextIO | None = None, interval: float = INTERVAL) -> Iterator[Callable[[Event], None]]:
     """The `on_event` that shows a run on `stream` (stdout): rich on a terminal, plain lines elsewhere."""
-    if os.environ.get("RANK", "0") != "0":  # torchrun: `train` tells rank 0 alone, and one bar is enough
+    if os.environ.get("RANK", "0") != "0":  # torchrun: `train` sends events on rank 0 only, and one bar is enough
         yield lambda event: None
         return
     stream = steady(stream or sys.stdout)
@@ -56,11 +56,11 @@ class Bars(Progress):
     def get_renderables(self) -> Iterable[RenderableType]:
         yield self.make_tasks_table(self.tasks)
         if self.figures:
-            yield Text(self.figures, no_wrap=True, overflow="ellipsis")  # a number that is cut must look it
+            yield Text(self.figures, no_wrap=True, overflow="ellipsis")  # a number that is cut off must show it
 
 
 class Watch:
-    """What the last events said, and what to say about the next."""
+    """The last events, and the line to print for the next."""
 
     def __init__(self) -> None:
         self.facts: dict[str, Any] = {}
@@ -75,11 +75,11 @@ class Watch:
         raise NotImplementedError
 
     def progress(self, what: str, share: float | None) -> None:
-        """How far the preparation of data is; None is unknown."""
+        """Progress of data preparation; None means unknown."""
         raise NotImplementedError
 
     def other(self, event: Event) -> None:
-        """An event that this display does not know is no reason to fail."""
+        """An unknown event is not an error."""
 
     def note(self, event: Event) -> None:
         self.say(f"note: {event['message']}", "dim")
@@ -119,12 +119,12 @@ class Watch:
             self.say("sample:")
             self.say(event["sample"], "italic")
         if event["status"] == "interrupted":
-            self.say(f"interrupted and saved; to go on: {event['resume']}", "bold yellow")
+            self.say(f"interrupted and saved; to resume: {event['resume']}", "bold yellow")
         else:
             self.say(f"done: {event['folder']}", "bold green")
 
     def line(self) -> str:
-        """step, loss, perplexity, learning rate, speed, time left, memory: as far as known."""
+        """Step, loss, perplexity, learning rate, speed and memory, as far as known."""
         e, steps = self.last, self.facts.get("steps", 0)
         size = self.facts["bytes"]
         parts = [

@@ -1,13 +1,13 @@
-"""The token cache: documents cleaned, split, tokenized and written once, in a folder that is whole or absent.
+"""The token cache: documents cleaned, split, tokenized and written once, in a folder that is complete or absent.
 
     CACHE/stdlib-0123456789abcdef/
         train.bin, validation.bin           token ids, uint16 or uint32, document after document, each ended by eos
         train.offsets, validation.offsets   int64, where each document begins, and the end
         tokenizer.json, tokenizer_config.json, ...
-        corpus.json                         written last: sha256 of the other files, counts, and where all came from
+        corpus.json                         written last: sha256 of the other files, counts, and the source
 
 The folder's name is a hash of everything that determines its tokens. It is built under another name and renamed when
-complete, one process at a time; a folder without corpus.json, or with a file of other content, is built again.
+complete, by one process at a time; a folder without corpus.json, or with a changed file, is rebuilt.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from .documents import SPLITS, Distinct, Piece, chunks, lowest, pieces
 from .sources import Losses, Progress, Source, open_source
 from .tokenizer import Tokenizer, identify, make
 
-SAMPLE = 64 << 20  # a BPE is trained on the first so many characters: more of it changes little and costs memory
+SAMPLE = 64 << 20  # characters that a BPE is trained on: more changes little and costs memory
 
 
 def cached(config: DataConfig, progress: Progress) -> tuple[Path, dict[str, Any]]:
-    """The cache folder of `config` and its corpus.json; built if it is not there. Raises UserError."""
+    """The cache folder of `config` and its corpus.json; built if it does not exist. Raises UserError."""
     source = open_source(config, progress)
     what = {
         "format": config.version,
@@ -62,11 +62,11 @@ def cached(config: DataConfig, progress: Progress) -> tuple[Path, dict[str, Any]
         about = _built(folder, about, source, config, progress)
     if config.version > 1 and (share := about.get("lost", 0.0)) > config.lost:
         raise UserError(
-            f"{share:.1%} of {config.name} would be lost: {'; '.join(about['warnings'])}; mend it, name the text with "
-            f"--data.column, or allow this with --data.lost {math.ceil(share * 100) / 100:g}"
+            f"{share:.1%} of {config.name} gives no text: {'; '.join(about['warnings'])}; correct it, name the text "
+            f"column with --data.column, or allow this with --data.lost {math.ceil(share * 100) / 100:g}"
         )
     if kinds := source.about.get("other_kinds"):
-        about["warnings"] = [*about["warnings"], f"left out files of other kinds: {kinds}"]
+        about["warnings"] = [*about["warnings"], f"skipped files of other kinds: {kinds}"]
     for warning in about["warnings"]:
         progress({"stage": "warning", "message": warning})
     return folder, about
@@ -75,8 +75,8 @@ def cached(config: DataConfig, progress: Progress) -> tuple[Path, dict[str, Any]
 def read_about(folder: Path, progress: Progress, old: bool = False) -> dict[str, Any] | None:
     """corpus.json, or None if the folder is missing, half built or damaged.
 
-    Those written before there were hashes cannot be checked, and count as damaged unless `old` will do: a stream may
-    not be there to be read again.
+    Folders from before there were hashes cannot be checked; they count as damaged unless `old` allows them, since a
+    stream may not be available again.
     """
     try:
         about: dict[str, Any] = json.loads((folder / "corpus.json").read_text("utf-8"))
@@ -93,7 +93,7 @@ def read_about(folder: Path, progress: Progress, old: bool = False) -> dict[str,
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         wrong = ["corpus.json"]
     if wrong and folder.exists():
-        message = f"the token cache {folder} is damaged ({wrong[0]} is not as it was written): it is built again"
+        message = f"the token cache {folder} is damaged ({wrong[0]} has changed or is missing): it is rebuilt"
         progress({"stage": "warning", "message": message})
     return None if wrong else about
 
@@ -103,9 +103,11 @@ def _sizes(folder: Path, names: Iterable[str]) -> dict[str, int]:
 
 
 def hashes(folder: Path, names: Iterable[str], progress: Progress) -> dict[str, str]:
-    """sha256 of each file; `progress` is told where that takes more than two seconds."""
-    found, done, began = {}, 0, time.monotonic()
-    whole = sum(_sizes(folder, names := list(names)).values())
+    """sha256 of each file; `progress` is called if that takes more than two seconds."""
+    names = list(names)
+    whole = sum(_sizes(folder, names).values())
+    found = {}
+    done, began = 0, time.monotonic()
     for name in names:
         digest = hashlib.sha256()
         with (folder / name).open("rb") as stream:
@@ -126,7 +128,7 @@ def _seal(about: dict[str, Any]) -> str:
 def _built(
     folder: Path, about: dict[str, Any], source: Source, config: DataConfig, progress: Progress
 ) -> dict[str, Any]:
-    """Build the cache, unless another process is first."""
+    """Build the cache, unless another process does."""
     root, building = folder.parent, folder.with_name(f".building-{folder.name}")
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -155,7 +157,7 @@ def _disk_trouble(error: OSError, root: Path) -> str:
 
 @contextmanager
 def _alone(path: Path, progress: Progress) -> Iterator[None]:
-    """One builder at a time; the lock goes with the process, however it ends."""
+    """One builder at a time; the lock ends with the process, however it ends."""
     lock = filelock.FileLock(path)
     try:
         lock.acquire(timeout=0)
@@ -206,7 +208,7 @@ def _build(folder: Path, about: dict[str, Any], source: Source, config: DataConf
             for piece, ids in chunk:
                 writers[piece.split].add(ids, piece.ends)
             _report(progress, distinct, source, sum(writer.end for writer in writers.values()))
-    texts.close()  # of a stream only now all is counted
+    texts.close()  # only then is all of a stream counted
     counts, warnings = distinct.counts, losses.warnings()
     if not counts["documents"]:
         aside = ", ".join(f"{number} {name}" for name, number in counts.items() if number)
@@ -217,7 +219,7 @@ def _build(folder: Path, about: dict[str, Any], source: Source, config: DataConf
     if config.validation and not all(writer.end for writer in writers.values()):
         _hold_out_tail(folder, dtype, config.validation)
         warnings.append(
-            f"too few documents ({counts['documents']}) to hold out whole ones: validation is the last "
+            f"too few documents ({counts['documents']}) to hold out whole ones: the validation split is the last "
             f"{config.validation:.0%} of the tokens"
         )
     lost = max(losses.share, counts["not_unicode"] / (counts["documents"] + counts["not_unicode"]))
@@ -226,13 +228,13 @@ def _build(folder: Path, about: dict[str, Any], source: Source, config: DataConf
     about["files"] = _sizes(folder, sorted(file.name for file in folder.iterdir()))
     about["sha256"] = hashes(folder, about["files"], progress)
     (folder / "corpus.json").write_text(json.dumps({**about, "seal": _seal(about)}, indent=1), "utf-8")
-    for file in folder.iterdir():  # on disk before the folder gets its name, so a power cut leaves no hollow cache
+    for file in folder.iterdir():  # on disk before the folder gets its name, so a power failure leaves no empty cache
         with file.open("rb+") as stream:
             os.fsync(stream.fileno())
 
 
 def _report(progress: Progress, distinct: Distinct, source: Source, tokens: int) -> None:
-    """How far we are: of the documents asked for, of the bytes on disk, or unknown."""
+    """Progress: share of the requested documents, of the bytes on disk, or unknown."""
     documents, size = distinct.counts["documents"], distinct.counts["bytes"]
     share = documents / distinct.limit if distinct.limit else size / source.size if source.size else None
     share = share and min(share, 1.0)
@@ -261,7 +263,7 @@ def _tokenizer(config: DataConfig, documents: Iterator[Piece], progress: Progres
 def _encode(
     tokenizer: Tokenizer, documents: Iterable[Piece], workers: int
 ) -> Iterator[Iterable[tuple[Piece, np.ndarray]]]:
-    """Pieces in order with their ids, tokenized by `workers` threads (the tokenizers library lets Python's lock go)."""
+    """Pieces in order with their ids, tokenized by `workers` threads (the tokenizers library releases the GIL)."""
     running: deque[tuple[list[Piece], Future[list[np.ndarray]]]] = deque()
     with _parallel(False), ThreadPoolExecutor(workers) as pool:
         for chunk in chunks(documents):
@@ -275,7 +277,7 @@ def _encode(
 
 @contextmanager
 def _parallel(wanted: bool) -> Iterator[None]:
-    """Let the tokenizers library use threads of its own, or not: it listens to this variable only."""
+    """Let the tokenizers library use its own threads, or not: it reads only this variable."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = str(wanted).lower()
@@ -288,7 +290,7 @@ def _parallel(wanted: bool) -> Iterator[None]:
 
 
 def _hold_out_tail(folder: Path, dtype: np.dtype, share: float) -> None:
-    """Cut the one split that has documents in two: the last `share` of its tokens become the validation split."""
+    """Cut the only split with documents in two: the last `share` of its tokens becomes the validation split."""
     if not (folder / "train.bin").stat().st_size:
         for kind in ("bin", "offsets"):
             (folder / f"validation.{kind}").replace(folder / f"train.{kind}")

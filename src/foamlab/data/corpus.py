@@ -29,12 +29,12 @@ ROUNDS = 8
 def prepare(config: DataConfig, seed: int, progress: Progress | None = None) -> Corpus:
     """Open the token cache of `config`, building it if need be, and return its corpus.
 
-    `progress` is called with dicts told apart by "stage": hash, tokenizer and tokens (with "share" from 0 to 1, or
+    `progress` is called with dicts that differ by "stage": hash, tokenizer and tokens (with "share" from 0 to 1, or
     None if unknown; tokens also has "documents", "bytes" and "tokens"), check (of an old cache), wait (another process
     builds the same cache) and warning (with "message").
 
     Raises UserError for unknown names, missing or unreadable text, an empty corpus, a corpus too small for one row of
-    `config.sequence` tokens in either split, a cache that cannot be written, and text of which too much would be lost.
+    `config.sequence` tokens in either split, a cache that cannot be written, and data of which too much gives no text.
     """
     _check(config)
     config = replace(config, tokenizer=config.tokenizer or DEFAULT, version=config.version or VERSION)
@@ -42,13 +42,13 @@ def prepare(config: DataConfig, seed: int, progress: Progress | None = None) -> 
 
 
 def settle(config: RunConfig, version: int = VERSION) -> tuple[RunConfig, str]:
-    """The settings with the tokenizer and the version of the data named, and a warning about the tokenizer or "".
+    """The settings with tokenizer and data version filled in, and a warning about the tokenizer or "".
 
     Args:
-        version: of the data where the settings leave it open: of an old run, its own.
+        version: data version if the settings leave it open; for an old run, its own.
 
     Raises:
-        UserError: a model that needs its own tokenizer brings none; a tokenizer or hub model that is not there.
+        UserError: a model without the tokenizer that it needs; a tokenizer or hub model that does not exist.
     """
     tokenizer, remark = choose(config.data.tokenizer, config.model.name)
     data = replace(config.data, tokenizer=tokenizer, version=config.data.version or version)
@@ -74,13 +74,13 @@ class Corpus:
     """Tokens on disk, seen as rows of `config.sequence` inputs and as many labels.
 
     packed: documents joined, each ended by eos, and cut into rows of S + 1 tokens that overlap by one, so that every
-    token but the first is a label once. Rows may span documents. A rest shorter than a row is not used.
-    paper: one document a row, truncated to S + 1 tokens, padded with `pad_id`; labels of padding are -100.
+    token but the first is a label once. Rows may span documents. A remainder shorter than a row is not used.
+    paper: one document per row, truncated to S + 1 tokens, padded with `pad_id`; labels of padding are -100.
 
     Attributes:
         tokenizer: encode, decode, eos_id, pad_id, save(folder).
         vocab_size: ids lie below it.
-        warnings: what the builder of the cache had to say, one line each.
+        warnings: warnings from building the cache, one line each.
         key, digest: a hash of all that determines the tokens, and one of the tokens themselves (empty for the cache of
             a stream that was written before there were such).
     """
@@ -117,7 +117,7 @@ class Corpus:
         return max(0, (len(self._tokens[split]) - 1) // self.config.sequence)
 
     def batch(self, split: Split, step: int, rows: int, rank: int = 0, world: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """The part of a step's `rows` rows that is this rank's: (input ids, labels), both int64 [rows / world, S].
+        """This rank's part of a step's `rows` rows: (input ids, labels), both int64 [rows / world, S].
 
         Labels are already shifted: labels[i, j] is the token that follows input_ids[i, j], or -100 for padding.
 

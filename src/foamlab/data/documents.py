@@ -1,7 +1,7 @@
-"""Documents on their way to tokens: copies and blanks left out, each document or passage in its split.
+"""Documents before tokenizing: duplicates and blanks dropped, each document or passage assigned to its split.
 
 The split is the first 64 bits of a text's hash, as a fraction, against the validation share: it does not change when
-other documents come or go.
+other documents are added or removed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Piece:
 
 
 class Distinct:
-    """The documents of a source without blanks and copies, at most `limit`, each with its split.
+    """The documents of a source without blanks and duplicates, at most `limit`, each with its split.
 
-    Documents are of unequal length and kind, so a few long ones held out whole stand for few of the others. Those of
-    over 1.5 PASSAGE characters are therefore split by passages, at line ends; passages in a row that fall to the same
+    Documents differ in length and kind, so a few long ones held out whole do not represent the others. Those of
+    over 1.5 PASSAGE characters are therefore split by passages, at line ends; consecutive passages of the same
     split stay one document. (Version 1 held out whole documents.) Documents whose second 64 bits of hash are above
-    `bound` are left out. Memory: some 100 bytes a document.
+    `bound` are left out. Memory: about 100 bytes per document.
     """
 
     def __init__(self, texts: Iterator[str], config: DataConfig, bound: bytes = b"\xff" * 8) -> None:
@@ -67,7 +67,7 @@ class Distinct:
             yield Piece("".join(parts), split)
 
     def distinct(self) -> Iterator[tuple[str, int, bytes]]:
-        """(text, its bytes, its hash) of every document that is none of the others."""
+        """(text, its bytes, its hash) of every document, without duplicates."""
         counts, seen = self.counts, set()
         for text in self.texts:
             if not text.strip():
@@ -87,10 +87,10 @@ class Distinct:
 
 
 def lowest(texts: Iterator[str], config: DataConfig) -> bytes:
-    """The hash up to which the `limit` documents with the lowest ones are taken: a sample of all, in their order.
+    """The highest hash among the `limit` documents with the lowest hashes: a sample of all, in their order.
 
-    Files may be sorted (reviews by their verdict), so their first documents would stand for few of the others. What a
-    lower limit takes, a higher one takes too.
+    Files may be sorted (reviews by their verdict), so their first documents would not represent the others. A higher
+    limit includes what a lower one takes.
     """
     hashes = heapq.nsmallest(config.limit, (digest[8:] for _, _, digest in Distinct(texts, config).distinct()))
     return hashes[-1] if hashes else b""
@@ -114,7 +114,7 @@ def pieces(document: Piece) -> Iterator[Piece]:
 
 
 def chunks(documents: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in groups of about PIECE characters: enough for a thread to work on, little enough to hold."""
+    """Pieces in groups of about PIECE characters: enough work for a thread, small enough to hold in memory."""
     chunk, size = [], 0
     for piece in chain.from_iterable(map(pieces, documents)):
         chunk.append(piece)

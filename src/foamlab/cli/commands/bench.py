@@ -24,11 +24,11 @@ def bench(
 
     Args:
         what: step or train.
-        model: preset whose shapes are stepped (llama-60m), or which is trained (llama-1m).
-        optimizers: names, separated by commas; those of `foamlab optimizers`, and for step also foam-0, foam-1, ...
-        dtypes: of weights and gradients, for step.
-        pairs: timed pairs for each optimizer.
-        threads: CPU threads; 0 leaves torch's choice.
+        model: for step, the preset whose shapes are used (llama-60m); for train, the one that is trained (llama-1m).
+        optimizers: names from `foamlab optimizers`, separated by commas; for step also foam-0, foam-1, ... (levels).
+        dtypes: dtypes of weights and gradients, for step.
+        pairs: timed pairs per optimizer.
+        threads: CPU threads; 0 means torch's default.
         device: cpu or cuda, for step.
         everything: step all weights of the model, not only the matrices that fold.
     """

@@ -7,7 +7,7 @@ from ..command import Command
 
 
 def datasets() -> str:
-    """List the data that `--data.name` takes."""
+    """List the data sets for `--data.name`."""
     from ...data.sources import DATASETS
 
     rows = [(f"{name}:{entry.argument}" if entry.argument else name, entry.help) for name, entry in DATASETS.items()]

@@ -8,10 +8,10 @@ from ..command import Command
 
 
 def models(name: str = "", /) -> str:
-    """List the models that `--model.name` takes, or show one's configuration. A local Hugging Face folder works too.
+    """List the models for `--model.name`, or show one's configuration. A local Hugging Face folder works too.
 
     Args:
-        name: show this one's transformers configuration.
+        name: show the transformers configuration of this model.
     """
     from ...models.presets import MODELS
 

@@ -10,10 +10,10 @@ from ..command import Command
 
 
 def optimizers(name: str = "", /) -> str:
-    """List the optimizers that `--optimizer.name` takes with their default rates, or show one's options.
+    """List the optimizers for `--optimizer.name` with their default learning rates, or show one's options.
 
     Args:
-        name: show this one's options and where its defaults come from.
+        name: show the options of this optimizer and where its defaults come from.
     """
     from ...optimizers.registry import OPTIMIZERS, options
 

@@ -21,14 +21,14 @@ def plan(
     json: bool = False,
     write: str = "",
 ) -> int:
-    """Tell what memory a run needs, and what fits a card, before anything runs.
+    """Estimate a run's peak memory before it starts, and find settings that fit a GPU.
 
     Args:
-        gpu: a card (rtx-4090, h100, ...) or a size (24GB is 24e9 bytes, 24GiB is 24 x 2^30); empty means this machine.
+        gpu: a GPU (rtx-4090, h100, ...) or a size (24GB is 24e9 bytes, 24GiB is 24 x 2^30); empty means this machine.
         gpus: data-parallel processes that share the batch.
-        check: also take two real steps here and compare (on train.device).
+        check: take two real steps on train.device and compare the plan with them.
         chart: show weights and optimizer state as the paper's memory chart counts them instead.
-        rivals: list the optimizers of other packages too (importing them takes seconds).
+        rivals: include optimizers from other packages (importing them takes seconds).
         json: print everything as JSON.
         write: files to write, separated by commas: .html, .json, .yaml (settings that fit), .png, .svg, .pdf.
     """

@@ -9,10 +9,10 @@ from ..command import Command
 
 
 def presets(name: str = "", /) -> str:
-    """List the recipes that `foamlab train` takes by name, or print one: a start for a YAML file of your own.
+    """List the recipes that `foamlab train` knows by name, or print one as a start for your own YAML file.
 
     Args:
-        name: print this one.
+        name: print this recipe.
     """
     if name:
         return recipe(name).read_text(encoding="utf-8")

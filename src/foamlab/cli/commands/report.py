@@ -13,15 +13,16 @@ from ..command import Command
 def report(
     *runs: Path, out: Path = Path("report.html"), static: str = "", tables: bool = False, target: float = 0
 ) -> None:
-    """Compare runs, or tell of a contest: a table here, and one self-contained HTML page with charts and settings.
+    """Compare runs, or show a contest: a table here, and one self-contained HTML page with charts and settings.
 
     Args:
-        runs: run folders, folders that hold some, or the folder of one contest or ablation. Contests among runs get a
-            line each.
-        out: the page; it needs no network to be read.
+        runs: run folders, folders that contain some, or the folder of one contest or ablation. Contests among runs get
+            a line each.
+        out: the HTML page; it opens without a network.
         static: also write the charts as pictures: png, svg, pdf, separated by commas.
-        tables: also write the figures as CSV.
-        target: loss whose cost is told; 0 means the highest final loss of the runs, in a contest that of adamw.
+        tables: also write the numbers as CSV.
+        target: compare the cost of reaching this loss; 0 means the highest final loss of the runs, in a contest that of
+            adamw.
     """
     from ...contest import inventory, page
     from ...report import runs_page as runspage

@@ -27,9 +27,9 @@ def study(
         what: convergence.
         levels: fold levels, separated by commas.
         longest: T runs over 64, 128, ..., 2^longest; at least 7.
-        seeds: problems with a noise of their own; the intervals are over these.
+        seeds: number of problems, each with its own noise; the intervals are over these.
         rate: the learning rate of a run is rate / sqrt(T).
-        seed: of all that is random.
+        seed: seed of everything random.
         out: folder for study.html, study.json, study.csv and the pictures.
     """
     import time

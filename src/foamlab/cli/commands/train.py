@@ -10,11 +10,11 @@ from ..command import INTERRUPTED, Command
 
 
 def train(config: RunConfig, resume: str = "", dry_run: bool = False) -> int:
-    """Train a language model: a preset or a YAML file, changed by flags, into a run folder.
+    """Train a language model from a preset or a YAML file, changed by flags, and write a run folder.
 
     Args:
-        resume: run folder to go on with, from its last checkpoint, with the settings it keeps.
-        dry_run: resolve the settings, build the model without memory, say what would be trained; touch nothing.
+        resume: run folder to resume from its last checkpoint, with its own settings.
+        dry_run: resolve the settings, build the model without memory and show what would be trained; write nothing.
     """
     if dry_run:
         from ...training.preview import preview
