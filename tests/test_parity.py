@@ -21,8 +21,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
+from foamlab import settled
 from foamlab.config import TrainConfig
-from foamlab.models import thrift
+from foamlab.models.language import check_head
 from torchfoam import FOAM, GradientRelease, from_adamw
 from torchfoam.kernels import BACKENDS, choose
 from torchfoam.rules import RULES
@@ -160,7 +161,7 @@ def adamw_into(rule: str) -> Callable[[], Any]:
 
 
 def setting(**changes: Any) -> Callable[[], Any]:
-    return lambda: thrift.check(TrainConfig(**{"clip": 0.0, **changes}))
+    return lambda: settled.check(TrainConfig(**{"clip": 0.0, **changes}))
 
 
 REFUSED: dict[str, Callable[[], Any]] = {
@@ -181,12 +182,12 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "train.release, train.clip": setting(release=True, clip=1.0),
     "train.release, train.micro_batch below train.batch": setting(release=True, batch=8, micro_batch=4),
     "train.release, train.residual_every": setting(release=True, residual_every=10),
-    "train.release, several processes": lambda: thrift.release(TrainConfig(release=True), FOAM([matrix()]), 2),
-    "train.release, another optimizer": lambda: thrift.release(
+    "train.release, several processes": lambda: settled.check_optimizer(TrainConfig(release=True), FOAM([matrix()]), 2),
+    "train.release, another optimizer": lambda: settled.check_optimizer(
         TrainConfig(release=True), torch.optim.SGD([matrix()]), 1
     ),
     "train.clip, train.clip_each": setting(clip=1.0, clip_each=1.0),
-    "train.chunked_loss, a model without a head": lambda: thrift.check_head(nn.Linear(2, 2)),
+    "train.chunked_loss, a model without a head": lambda: check_head(nn.Linear(2, 2)),
 }
 
 
@@ -202,7 +203,7 @@ def test_the_page_names_every_refusal() -> None:
 @pytest.mark.parametrize("asked", REFUSED)
 def test_what_is_refused_says_so(asked: str) -> None:
     words = rows(PAGE.read_text(encoding="utf-8"))[asked]
-    with pytest.raises((ValueError, RuntimeError, thrift.UserError), match=re.escape(words.split(" … ")[0])) as error:
+    with pytest.raises((ValueError, RuntimeError, settled.UserError), match=re.escape(words.split(" … ")[0])) as error:
         REFUSED[asked]()
     assert all(part in str(error.value) for part in words.split(" … "))
 

@@ -175,7 +175,7 @@ def mildest(config, card, **more):
     asked = planner.plan(config)
     found, why = advise.mildest_of(planner, asked)
     assert found is None or found.total <= planner.capacity
-    return (advise.differences(asked.config, found.config) if found else None), why
+    return (advise.flags(asked.config, found.config) if found else None), why
 
 
 def test_the_mildest_change_that_fits():
@@ -190,7 +190,7 @@ def test_the_mildest_change_that_fits():
 
 def test_order_of_sacrifices():
     found = list(advise.variants(run(batch=16, sequence=128)))
-    changes = [advise.differences(found[0], c) for c in found]
+    changes = [advise.flags(found[0], c) for c in found]
     assert changes[0] == []
     levels = [i for i, c in enumerate(changes) if any("options.level" in flag for flag in c)]
     narrow = [i for i, c in enumerate(changes) if any("precision" in flag for flag in c)]

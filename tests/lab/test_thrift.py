@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from foamlab.config import ModelConfig
 from foamlab.errors import UserError
 from foamlab.memory import simulate
-from foamlab.models.language import loss_fn
+from foamlab.models.language import check_head, loss_fn
 from foamlab.models.presets import FAMILIES, MODELS, build
-from foamlab.models.thrift import check_head
-from foamlab.training import checkpoint, loop
+from foamlab.training import checkpoint
+from foamlab.training import step as training_step
 from foamlab.training.run import train
 from tolerances import exact
 
@@ -221,7 +221,7 @@ def test_what_is_not_finite_never_reaches_a_weight(
             loss.register_hook(lambda g: g * math.inf)
         return loss
 
-    monkeypatch.setattr(loop, "loss_fn", bad)
+    monkeypatch.setattr(training_step, "loss_fn", bad)
     result = train(small.config(home, tmp_path / "run", clip=0.0, release=True))
     assert result.skipped == 1 and result.step == 6 and math.isfinite(result.loss or math.nan)
     skips = [line for line in small.metrics(tmp_path / "run") if line["kind"] == "skip"]

@@ -23,9 +23,11 @@ from foamlab.cli.arguments import parse
 from foamlab.cli.commands import commands
 from foamlab.config import RULE_OF_OLD, TrainConfig, to_dict
 from foamlab.errors import Diverged, UserError
-from foamlab.models.language import loss_fn, schedule
-from foamlab.training import checkpoint, loop
+from foamlab.models.language import loss_fn
+from foamlab.training import checkpoint
+from foamlab.training import step as training_step
 from foamlab.training.run import train
+from foamlab.training.step import schedule
 from tolerances import exact, rounding
 from torchfoam import PAPER
 
@@ -237,7 +239,7 @@ def child(home: Path, out: Path, body: str, *before: str, **environment: str) ->
     """A process of its own that runs `body` with `config`, `train` and the modules at hand."""
     script = (
         "import os, signal, sys, torch\nfrom pathlib import Path\nimport small\n"
-        "from foamlab.training import checkpoint, loop\nfrom foamlab.training.run import train\n"
+        "from foamlab.training import checkpoint, step as training_step\nfrom foamlab.training.run import train\n"
         f"home, out = Path({str(home)!r}), Path({str(out)!r})\n" + body
     )
     file = out.with_suffix(".py")
@@ -308,7 +310,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, where: str, calls: set[int]) -> None
             loss.register_hook(lambda g: g * math.inf)
         return loss
 
-    monkeypatch.setattr(loop, "loss_fn", bad)
+    monkeypatch.setattr(training_step, "loss_fn", bad)
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
@@ -392,12 +394,12 @@ def test_two_processes_give_the_result_of_one(home: Path, tmp_path: Path, monkey
     """Also: a loss that is not finite on one process alone keeps both from stepping."""
     kind = {"mode": "paper", "sequence": 24, "steps": 4, "batch": 8, "clip": 0.0, "checkpoint_every": 0}
     body = f"""
-real, calls = loop.loss_fn, 0
+real, calls = training_step.loss_fn, 0
 def bad(model, ids, labels, chunk):
     global calls
     calls += model.training
     return real(model, ids, labels) * (float("nan") if os.environ["RANK"] == "1" and calls == 2 else 1)
-loop.loss_fn = bad
+training_step.loss_fn = bad
 train(small.config(home, out, "sgd", **{kind!r}))
 """
     run = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d",

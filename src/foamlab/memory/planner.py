@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import machine, models, optimizers
+from .. import machine, models, optimizers, settled
 from ..config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from ..errors import UserError
-from ..models import architectures, thrift
+from ..models import architectures
 from ..models.language import loss_fn
 from . import gpus as cards
 from . import simulate
@@ -253,7 +253,7 @@ class Planner:
                config.data.sequence, many, t.chunked_loss, own, shards)  # fmt: skip
         if key not in self._cache:
             loss = partial(loss_fn, chunk=t.chunked_loss)
-            thrift.check_optimizer(t, self.optimizer(config).optimizer, self.gpus)
+            settled.check_optimizer(t, self.optimizer(config).optimizer, self.gpus)
             release = self.optimizer(config).each if t.release else None
             if self._cache.get(("checkpointing", id(model)), False) != config.model.checkpointing:
                 models.switch_checkpointing(model, config.model.checkpointing)

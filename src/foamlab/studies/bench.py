@@ -22,8 +22,9 @@ from torch import nn
 from .. import data, machine, models, optimizers
 from ..config import ModelConfig, OptimizerConfig, RunConfig
 from ..errors import UserError, known_name
-from ..models.language import loss_fn, schedule
+from ..models.language import loss_fn
 from ..training.run import rehearse, train
+from ..training.step import schedule
 
 REFERENCE = "adamw"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -15,8 +15,7 @@ import torch
 from .. import machine, models, optimizers
 from ..config import OptimizerConfig, RunConfig
 from ..memory import simulate
-from ..models import thrift
-from .plan_check import step
+from ..training.step import Step
 
 
 @dataclass(frozen=True)
@@ -83,13 +82,14 @@ def measure(name: str, config: RunConfig, device: torch.device, vocabulary: int 
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(accumulated)
-    release = thrift.release(t, optimizer, 1)
+    step = Step(t, model, optimizer, machine.World(device))
     generator = torch.Generator().manual_seed(t.seed)
     ids = torch.randint(tracker.vocabulary, (t.batch, length), generator=generator).to(device)
     if not optimizers.state_bytes(optimizer):  # most make their state in the first step
-        step(model, optimizer, ids[:1, :8], t, release)
+        step(step.batch(ids[:1, :8], ids[:1, :8]))
+    batch = step.batch(ids, ids)
     with tracker:
-        step(model, optimizer, ids, t, release)
+        step(batch)
     tracker.mark("end")
     top = tracker.segments[-1].top
     buffers = sum(b.nbytes for b in model.buffers())

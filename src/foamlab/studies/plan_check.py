@@ -13,17 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
-from torch.optim import Optimizer
 
-from .. import models, optimizers
-from ..config import RunConfig, TrainConfig
+from .. import machine, models, optimizers
+from ..config import RunConfig
 from ..errors import UserError
 from ..memory import simulate
 from ..memory.planner import Planner
-from ..models import thrift
-from ..models.language import loss_fn
+from ..training.step import Step
 
 SECOND = "foamlab: the second step"
 
@@ -69,16 +65,17 @@ def check(config: RunConfig, device: str = "cpu", vocabulary: int | None = None)
         dtype = torch.bfloat16 if settings.train.precision == "bfloat16" else torch.float32
         model = models.build(settings.model, vocabulary, settings.data.sequence, device, dtype)
         optimizer = optimizers.build(settings.optimizer, model)
-        rows = settings.train.batch
-        ids = torch.randint(plan.vocabulary, (rows, settings.data.sequence), device=device)
-        release = thrift.release(settings.train, optimizer, 1)
-        step(model, optimizer, ids, settings.train, release)
+        step = Step(settings.train, model, optimizer, machine.World(torch.device(device)))
+        ids = torch.randint(plan.vocabulary, (settings.train.batch, settings.data.sequence), device=device)
+        batch = step.batch(ids, ids)
+        step(batch)
+        gradients: list[int] = []
         with torch.profiler.record_function(SECOND), simulate.Tracker(plan.vocabulary) as tracker:
-            gradients = step(model, optimizer, ids, settings.train, release)
+            step(batch, look=lambda: gradients.append(nbytes(step)))
     tracker.mark("end")
     measured = {
         "weights": sum(p.nbytes for p in model.parameters()),
-        "gradients": gradients,
+        "gradients": gradients[0],
         "state": optimizers.state_bytes(optimizer),
         "total": peak(),
     }
@@ -98,22 +95,10 @@ def text(check: Check) -> str:
     return "\n".join(lines)
 
 
-def step(model: nn.Module, optimizer: Optimizer, ids: Tensor, t: TrainConfig, release: Any) -> int:
-    """One step as the loop takes it; returns the bytes of all gradients that there were."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    for piece in ids.split(t.micro_batch or len(ids)):
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=t.precision == "mixed"):
-            loss = loss_fn(model, piece, piece, t.chunked_loss)
-        (loss / ids.numel()).backward()
-        del loss
-    gradients = [p.grad for p in params if p.grad is not None]
-    norm = release.grad_norm() if release else get_total_norm(gradients)
-    thrift.clip(t, params, norm, float(norm))
-    optimizer.step()
-    size = sum(p.nbytes for p in params) if release else sum(g.nbytes for g in gradients)
-    del gradients
-    optimizer.zero_grad(set_to_none=True)
-    return size
+def nbytes(step: Step) -> int:
+    """Bytes of all gradients of a step: those there are, or where each is freed at once, as many as weights."""
+    there = step.parameters if step.release else [p.grad for p in step.parameters if p.grad is not None]
+    return sum(x.nbytes for x in there)
 
 
 @contextmanager

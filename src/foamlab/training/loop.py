@@ -7,31 +7,27 @@ was never stopped (on CPUs; some of torch's CUDA kernels are not repeatable). No
 
 from __future__ import annotations
 
-import inspect
 import json
-import math
 import shlex
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import yaml
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import get_total_norm
 
 from .. import data, machine, optimizers
 from ..config import RunConfig, to_dict
 from ..errors import Diverged, UserError
 from ..files import write_atomically, writing
-from ..models import thrift
-from ..models.language import loss_fn, perplexity, sample, schedule
+from ..models.language import sample
 from ..runs.provenance import circumstances
 from ..runs.record import Recorder, Result
+from ..runs.summary import perplexity
 from . import checkpoint, restoring
+from .step import Batch, Step, cut, schedule
 
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -39,17 +35,6 @@ OnEvent = Callable[[dict[str, Any]], None]
 PLACE = ("step", "tokens", "seconds", "skipped", "in_row", "loss")
 # what of an optimizer's groups follows the settings on resume, not the saved state
 TUNABLE = ("lr", "betas", "momentum", "eps", "weight_decay", "scale")
-
-# no exchange of buffers in every forward pass: newer torch warns of the old name
-_names = inspect.signature(DistributedDataParallel).parameters
-UNSYNCED: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in _names else "broadcast_buffers": False}
-
-
-class Batch(NamedTuple):
-    """This process' share of a batch: (input ids, labels) of each micro-batch, and the tokens of all shares."""
-
-    pieces: list[tuple[Tensor, Tensor]]
-    tokens: Tensor
 
 
 class Training:
@@ -66,10 +51,8 @@ class Training:
     ) -> None:
         self.config, self.world, self.corpus, self.emit = config, world, corpus, emit
         self.model, self.optimizer = model, optimizer
-        self.release = thrift.release(config.train, optimizer, world.size)
-        self.parallel = DistributedDataParallel(model, **UNSYNCED) if world.size > 1 else model
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.base = [float(group["lr"]) for group in optimizer.param_groups]
+        self.take = Step(config.train, model, optimizer, world)
+        self.batch: Batch | None = None  # of the next step; None after the last
         self.step = self.tokens = self.skipped = self.in_row = 0
         self.seconds = 0.0
         self.good = (0, 0, 0.0, 0)  # step, tokens, seconds, skipped after the last step that was not skipped
@@ -170,9 +153,9 @@ class Training:
         t, stop, first = self.config.train, False, self.step + 1
         if t.steps == 0:
             self.evaluate()
-        batch = self.fetch(self.step)
-        while batch and not stop:
-            batch, stop = self.advance(batch, asked)
+        self.fetch(self.step)
+        while self.batch and not stop:
+            stop = self.advance(self.batch, asked)
             if self.step == first:
                 self.measured()
             last = self.step == t.steps
@@ -182,67 +165,30 @@ class Training:
                 self.save()
         return self.step >= t.steps
 
-    def advance(self, batch: Batch, asked: Callable[[], bool]) -> tuple[Batch | None, bool]:
-        """Take one step, or skip it on all processes alike; returns the next batch, and whether to stop."""
-        t, begin = self.config.train, time.perf_counter()
+    def advance(self, batch: Batch, asked: Callable[[], bool]) -> bool:
+        """Take one step, or skip it, while the next batch is fetched; returns whether to stop."""
+        begin = time.perf_counter()
         self.seed(self.step)
-        factor = schedule(self.step, t)
-        self.rate(factor)  # with gradient release, weights move in the backward pass
-        mine = self.backward(batch)
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = self.release.grad_norm() if self.release else get_total_norm(gradients)
-        facts = torch.stack([mine, (~norm.isfinite()).double(), torch.full_like(mine, float(asked()))])
-        # the host prepares the next batch while the device still works on this one
-        following = self.fetch(self.step + 1)
-        # the only wait of a step: whether it may be taken must be known first, and alike on all processes
-        facts = torch.cat([self.world.sum(facts), torch.stack([norm.double(), batch.tokens])])
-        loss, bad, stop, size, tokens = facts.tolist()
-        loss /= max(tokens, 1)
-        why = f"the loss is {loss}" if not math.isfinite(loss) else "the gradient is not finite" if bad else ""
-        if not why:
-            thrift.clip(t, self.parameters, norm, size)
-            if t.residual_every and (self.step + 1) % t.residual_every == 0:
-                values = self.optimizer.residual_ratio()  # type: ignore[attr-defined]
-                self.log("residual", {"step": self.step + 1, "values": values})
-        if not why or self.release:  # which has stepped already, and only waits to be told that the step is over
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        factor = schedule(self.step, self.config.train)
+        self.take.rate(factor)  # with gradient release, weights move in the backward pass
+        taken = self.take(batch, asked, lambda: self.fetch(self.step + 1), self.residuals)
         took = time.perf_counter() - begin
-        self.step, self.tokens, self.seconds = self.step + 1, self.tokens + int(tokens), self.seconds + took
-        if why:
-            self.skip(why)
+        self.step, self.tokens, self.seconds = self.step + 1, self.tokens + taken.tokens, self.seconds + took
+        if taken.skipped:
+            self.skip(taken.skipped)
         else:
             self.in_row, self.good = 0, (self.step, self.tokens, self.seconds, self.skipped)
-            line = {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 4), "loss": loss}
-            line |= {"lr": factor * (self.config.optimizer.lr or 0.0), "grad_norm": size}
-            self.log("train", {**line, "tokens_per_second": round(tokens / took, 1)})
-        return following, stop > 0
+            line = {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 4), "loss": taken.loss}
+            line |= {"lr": factor * (self.config.optimizer.lr or 0.0), "grad_norm": taken.norm}
+            self.log("train", {**line, "tokens_per_second": round(taken.tokens / took, 1)})
+        return taken.stop
 
-    def backward(self, batch: Batch) -> Tensor:
-        """Gradients of the mean loss over all processes' tokens; returns the loss summed over this one's (float64)."""
-        total = batch.tokens.new_zeros(())
-        scale = self.world.size / batch.tokens.clamp(min=1)  # DistributedDataParallel takes the mean over processes
-        for k, (ids, labels) in enumerate(batch.pieces, 1):
-            alone = isinstance(self.parallel, DistributedDataParallel) and k < len(batch.pieces)
-            with self.parallel.no_sync() if alone else nullcontext():  # type: ignore[operator]
-                loss = self.loss_of(self.parallel, ids, labels)
-                if not self.release or loss.isfinite():  # what is not finite must not reach the weights
-                    (loss * scale).backward()
-            total += loss.detach()
-        return total
-
-    def loss_of(self, model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
-        mixed = self.config.train.precision == "mixed"
-        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=mixed):
-            return loss_fn(model, ids, labels, self.config.train.chunked_loss)
-
-    def rate(self, factor: float) -> None:
-        """Set each group's learning rate to `factor` of its own."""
-        for group, lr in zip(self.optimizer.param_groups, self.base):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr * factor)
-            else:
-                group["lr"] = lr * factor
+    def residuals(self) -> None:
+        """Record what the gradients at hand leave out, if it is time."""
+        every = self.config.train.residual_every
+        if every and (self.step + 1) % every == 0:
+            values = self.optimizer.residual_ratio()  # type: ignore[attr-defined]
+            self.log("residual", {"step": self.step + 1, "values": values})
 
     def skip(self, why: str) -> None:
         """Count a step that was left out; give up after `patience` in a row, with the last good state saved."""
@@ -252,7 +198,7 @@ class Training:
             return
         count, self.in_row = self.in_row, 0
         self.step, self.tokens, self.seconds, self.skipped = self.good
-        if self.step > (self.kept or 0) and all(bool(p.isfinite().all()) for p in self.parameters):
+        if self.step > (self.kept or 0) and all(bool(p.isfinite().all()) for p in self.take.parameters):
             self.save()
         how = f", then resume from step {self.kept} with --resume {self.folder}" if self.kept else ""
         raise Diverged(
@@ -271,8 +217,8 @@ class Training:
         total = torch.zeros(2, dtype=torch.float64, device=world.device)
         for k in range(-(-rows // t.batch)):
             first = k * t.batch + world.rank * (t.batch // world.size)
-            for ids, labels in self.pieces("validation", k, rows - first):
-                total[0] += self.loss_of(self.model, ids, labels)
+            for ids, labels in cut(*self.rows("validation", k, rows - first), t.micro_batch):
+                total[0] += self.take.loss(self.model, ids, labels)
                 total[1] += (labels != data.IGNORED).sum()
         self.model.train()
         loss, tokens = world.sum(total).tolist()
@@ -282,23 +228,19 @@ class Training:
 
     # ------------------------------------------------------------------ data
 
-    def fetch(self, step: int) -> Batch | None:
-        """This process' share of a step's batch; None after the last step."""
-        if step >= self.config.train.steps:
-            return None
-        pieces = self.pieces("train", step)
-        tokens = sum((labels != data.IGNORED).sum(dtype=torch.float64) for _, labels in pieces)
-        return Batch(pieces, self.world.sum(torch.as_tensor(tokens)))
+    def fetch(self, step: int) -> None:
+        """Make this process' share of a step's batch the next one; None after the last step."""
+        last = step >= self.config.train.steps
+        self.batch = None if last else self.take.batch(*self.rows("train", step))
 
-    def pieces(self, split: data.Split, step: int, most: int | None = None) -> list[tuple[Tensor, Tensor]]:
-        """This process' share (at most `most` rows) of a batch, in micro-batches on the device."""
-        t, world = self.config.train, self.world
-        arrays = self.corpus.batch(split, step, t.batch, world.rank, world.size)
+    def rows(self, split: data.Split, step: int, most: int | None = None) -> tuple[Tensor, Tensor]:
+        """(input ids, labels) of this process' share of a batch (at most `most` rows), on the device."""
+        world = self.world
+        arrays = self.corpus.batch(split, step, self.config.train.batch, world.rank, world.size)
         ids, labels = (torch.from_numpy(x)[: max(most, 0) if most is not None else None] for x in arrays)
         if world.device.type == "cuda":
             ids, labels = (x.pin_memory().to(world.device, non_blocking=True) for x in (ids, labels))
-        cut = t.micro_batch or max(len(ids), 1)
-        return [(x, y) for x, y in zip(ids.split(cut), labels.split(cut)) if len(x)]
+        return ids, labels
 
     def seed(self, step: int) -> None:
         """Dropout and the like depend on seed, step and process alone."""
@@ -322,7 +264,7 @@ class Training:
         """
         size: dict[str, Any] = {
             "weights": checkpoint.nbytes(list(self.model.parameters())),
-            "gradients": checkpoint.nbytes(self.parameters),
+            "gradients": checkpoint.nbytes(self.take.parameters),
             "state": optimizers.state_bytes(self.optimizer),
         }
         was = self.recorder.peak if self.recorder else {}

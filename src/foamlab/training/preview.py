@@ -14,12 +14,11 @@ from torch.optim import Optimizer
 
 from torchfoam import FOAM, routing_table
 
-from .. import data, machine, models, optimizers
+from .. import data, machine, models, optimizers, settled
 from ..config import RunConfig, to_dict
 from ..data import sources
 from ..data.tokenizer import vocabulary
 from ..memory import simulate
-from ..models import thrift
 from .run import check
 
 
@@ -40,7 +39,7 @@ def preview(config: RunConfig) -> str:
     settings = replace(config, optimizer=optimizers.resolve(config.optimizer))
     model = models.build(config.model, vocab, d.sequence, "meta", dtype)
     optimizer = optimizers.rehearse(config.optimizer, model, device)
-    thrift.check_optimizer(t, optimizer, 1)
+    settled.check_optimizer(t, optimizer, 1)
     if not optimizers.state_bytes(optimizer):  # most optimizers make their state in the first step
         for p in model.parameters():
             p.grad = torch.empty_like(p)

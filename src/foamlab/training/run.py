@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from .. import data, machine, models, optimizers
+from .. import data, machine, models, optimizers, settled
 from .. import settings as knobs
 from ..config import RULE_OF_OLD, Role, RunConfig, differences, flat, named, to_dict
 from ..data.tokenizer import vocabulary
 from ..errors import UserError
 from ..files import lock
 from ..memory import advise
-from ..models import thrift
+from ..models.language import check_head
 from ..signals import stop_requests
 from . import checkpoint, restoring
 from .loop import OnEvent, Result, Training
@@ -87,7 +87,7 @@ def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = 
         try:
             model = models.build(config.model, corpus.vocab_size, config.data.sequence, world.device, dtype, t.seed)
             if t.chunked_loss:
-                thrift.check_head(model)
+                check_head(model)
             run = Training(config, world, corpus, model, optimizers.build(config.optimizer, model), emit)
             if resume is not None:
                 run.restore(source, saved)
@@ -135,13 +135,13 @@ def rehearse(config: RunConfig, device: torch.device, processes: int = 1) -> Non
         UserError: what the two raise.
     """
     model = models.build(config.model, 1, config.data.sequence, "meta")
-    thrift.check_optimizer(config.train, optimizers.rehearse(config.optimizer, model, device), processes)
+    settled.check_optimizer(config.train, optimizers.rehearse(config.optimizer, model, device), processes)
 
 
 def check(config: RunConfig) -> RunConfig:
     """The settings as their types have them. Raises UserError for what makes no sense, naming the value."""
     config = knobs.checked(config)
-    thrift.check(config.train)
+    settled.check(config.train)
     return config
 
 

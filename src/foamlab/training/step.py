@@ -1,0 +1,167 @@
+"""One training step: forward, backward, norm, clip, step, zero. Whatever trains or measures a step takes this one.
+
+Micro-batches, mixed precision, the loss in chunks, gradient release, data-parallel processes and gradients that are not
+finite are dealt with here; what comes before and after a step (schedule, data, records) is the caller's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from torchfoam import FOAM, GradientRelease
+
+from ..config import TrainConfig
+from ..data import IGNORED
+from ..machine import World, parallel
+from ..models.language import loss_fn
+
+
+class Batch(NamedTuple):
+    """This process' share of a batch: (input ids, labels) of each micro-batch, and the tokens of all shares."""
+
+    pieces: list[tuple[Tensor, Tensor]]
+    tokens: Tensor
+
+
+class Taken(NamedTuple):
+    """What came of a step, alike on all processes: mean loss a token, norm of all gradients before clipping, tokens,
+    whether a process was asked to stop, and why the step was skipped ("": it was not)."""
+
+    loss: float
+    norm: float
+    tokens: int
+    stop: bool
+    skipped: str
+
+
+class Step:
+    """Takes steps of one model and optimizer.
+
+    Args:
+        train: the settings, precision resolved.
+        model, optimizer: on the device of this process.
+        world: the processes that share each batch.
+    """
+
+    def __init__(self, train: TrainConfig, model: nn.Module, optimizer: Optimizer, world: World) -> None:
+        self.train, self.optimizer, self.world = train, optimizer, world
+        self.release = release(train, optimizer)
+        self.parallel: nn.Module = parallel(model) if world.size > 1 else model
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.base = [float(group["lr"]) for group in optimizer.param_groups]
+
+    def __call__(
+        self,
+        batch: Batch,
+        asked: Callable[[], bool] = lambda: False,
+        meanwhile: Callable[[], None] = lambda: None,
+        look: Callable[[], None] = lambda: None,
+    ) -> Taken:
+        """Take one step, or skip it on all processes alike if the loss or a gradient is not finite.
+
+        Args:
+            batch: what `batch` made.
+            asked: whether to stop after this step.
+            meanwhile: host work, done while the device is still busy with the backward pass.
+            look: called when the gradients are clipped and about to be used; not where the step is skipped.
+        """
+        mine = self.backward(batch)
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = self.release.grad_norm() if self.release else get_total_norm(gradients)
+        del gradients
+        facts = torch.stack([mine, (~norm.isfinite()).double(), torch.full_like(mine, float(asked()))])
+        meanwhile()
+        # the only wait of a step: whether it may be taken must be known first, and alike on all processes
+        facts = torch.cat([self.world.sum(facts), torch.stack([norm.double(), batch.tokens])])
+        loss, bad, stop, size, tokens = facts.tolist()
+        loss /= max(tokens, 1)
+        why = f"the loss is {loss}" if not math.isfinite(loss) else "the gradient is not finite" if bad else ""
+        if not why:
+            clip(self.train, self.parameters, norm, size)
+            look()
+        if not why or self.release:  # which has stepped already, and only waits to be told that the step is over
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return Taken(loss, size, int(tokens), stop > 0, why)
+
+    def batch(self, ids: Tensor, labels: Tensor) -> Batch:
+        """This process' share of a batch, cut into micro-batches; its tokens are summed over all processes."""
+        pieces = cut(ids, labels, self.train.micro_batch)
+        tokens = sum((y != IGNORED).sum(dtype=torch.float64) for _, y in pieces)
+        return Batch(pieces, self.world.sum(torch.as_tensor(tokens)))
+
+    def backward(self, batch: Batch) -> Tensor:
+        """Gradients of the mean loss over all processes' tokens; returns the loss summed over this one's (float64)."""
+        total = batch.tokens.new_zeros(())
+        scale = self.world.size / batch.tokens.clamp(min=1)  # DistributedDataParallel takes the mean over processes
+        for k, (ids, labels) in enumerate(batch.pieces, 1):
+            more: Any = self.parallel.no_sync if self.world.size > 1 and k < len(batch.pieces) else nullcontext
+            with more():
+                loss = self.loss(self.parallel, ids, labels)
+                if not self.release or loss.isfinite():  # what is not finite must not reach the weights
+                    (loss * scale).backward()
+            total += loss.detach()
+        return total
+
+    def loss(self, model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+        """Cross entropy summed over the tokens, in the run's precision."""
+        mixed = self.train.precision == "mixed"
+        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=mixed):
+            return loss_fn(model, ids, labels, self.train.chunked_loss)
+
+    def rate(self, factor: float) -> None:
+        """Set each group's learning rate to `factor` of its own."""
+        for group, lr in zip(self.optimizer.param_groups, self.base):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr * factor)
+            else:
+                group["lr"] = lr * factor
+
+
+def cut(ids: Tensor, labels: Tensor, rows: int) -> list[tuple[Tensor, Tensor]]:
+    """(input ids, labels) in pieces of `rows` rows; 0 is all at once."""
+    rows = rows or max(len(ids), 1)
+    return [(x, y) for x, y in zip(ids.split(rows), labels.split(rows)) if len(x)]
+
+
+def schedule(step: int, t: TrainConfig) -> float:
+    """Learning rate of step 0, 1, ... relative to its peak: a rising line, then a cosine down to `final`.
+
+    w = round(warmup * steps)
+    (step + 1) / w                                                       step < w, so step w - 1 is the peak
+    final + (1 - final) / 2 * (1 + cos(pi (step - w + 1) / (steps - w)))       then; the last step is `final`
+    """
+    w = round(t.warmup * t.steps)
+    if step < w:
+        return (step + 1) / w
+    return t.final + (1 - t.final) / 2 * (1 + math.cos(math.pi * (step - w + 1) / (t.steps - w)))
+
+
+def clip(t: TrainConfig, parameters: list[nn.Parameter], norm: Tensor, size: float) -> None:
+    """Scale gradients down to a common norm of `train.clip`, or each to a norm of `train.clip_each`.
+
+    `norm` is that of all of them, and `size` the same as a number.
+    """
+    if 0 < t.clip < size:
+        clip_grads_with_norm_(parameters, t.clip, norm)
+    if t.clip_each:
+        for p in parameters:
+            if p.grad is not None:
+                clip_grads_with_norm_(p, t.clip_each, torch.linalg.vector_norm(p.grad, dtype=torch.float32))
+
+
+def release(t: TrainConfig, optimizer: Optimizer) -> GradientRelease | None:
+    """Let each parameter step inside the backward pass, if `train.release` says so (`settled.check_optimizer` has found
+    that it can). A parameter whose gradient is not finite is left alone."""
+    if not t.release:
+        return None
+    assert isinstance(optimizer, FOAM)
+    return GradientRelease(optimizer, clip=t.clip_each, skip_nonfinite=True)
