@@ -1,12 +1,9 @@
-"""The commands `compare` and `ablate`: what their flags mean. `sweep` runs the contest, `board` shows it.
-
-Imported by `cli` for its signatures, so heavy imports stay inside the functions.
-"""
+"""What the commands `compare` and `ablate` share: what their flags mean, and a contest from its start to its page."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,82 +12,13 @@ from ..errors import UserError
 from .command import INTERRUPTED
 
 
-def compare(
-    config: RunConfig,
-    optimizers: str = "foam-split,adamw,adamw-split",
-    lr: str = "",
-    scale: str = "",
-    seeds: str = "0,1,2",
-    finalists: int = 0,
-    stop_factor: float = 1.2,
-    stop_at: float = 0.3,
-    margin: float = 0.01,
-    jobs: int = 0,
-    resume: str = "",
-) -> int:
-    """A fair contest: same model, tokens and batches for all, a grid of rates for each, several seeds for the best.
+def words(text: str) -> list[str]:
+    """Names separated by commas.
 
-    Of the settings of `optimizer` only betas, eps and weight_decay count, for all; the rest is each optimizer's own.
-
-    Args:
-        optimizers: names from `foamlab optimizers`, separated by commas.
-        lr: rates to try, separated by commas, for all, or by name: adamw=1e-3,3e-3;sgd=0.1; empty means each one's own
-            (`foamlab optimizers NAME`). A best value at an end is followed one further; a single value is not searched.
-        scale: the same for the rate of matrices relative to lr, at each one's default lr. Where both are tried, lr
-            moves with the rate of matrices held. Empty means each one's own values, too, for those that have a split.
-        seeds: the first tunes, all count.
-        finalists: repeat only so many of the best over the seeds; 0 means all.
-        stop_factor: stop a run early if its validation loss exceeds this multiple of the lowest that a run of the same
-            optimizer had at that step; 0 disables it.
-        stop_at: share of the steps after which that is checked, once.
-        margin: say that two are level only where it is shown that their losses differ by less than this (nat), by two
-            one-sided tests; 0 means never. Choose it before you see the losses.
-        jobs: runs at a time; 0 means one a GPU, or cores / threads. Not kept: give it again with --resume.
-        resume: folder of a contest to go on with; all else it keeps as it was begun.
+    >>> words("foam, adamw")
+    ['foam', 'adamw']
     """
-    given = _given(compare, locals())
-
-    def begin() -> Any:
-        from ..contest.design import comparison
-
-        tries, lr_grid, scale_grid = _integers(numbers(seeds, "seeds")), grids(lr, "lr"), grids(scale, "scale")
-        names = [name for name in optimizers.replace(" ", "").split(",") if name]
-        return comparison(config, names, tries, lr_grid, scale_grid, stop_factor, stop_at, finalists, margin)
-
-    return _run("compare", config, begin, given, jobs, resume)
-
-
-def ablate(
-    config: RunConfig,
-    studies: str = "residual,second-moment,level,alpha,rho,bias-correction,direction,residual-in-v",
-    lr: str = "",
-    seeds: str = "0,1,2",
-    margin: float = 0.01,
-    jobs: int = 0,
-    resume: str = "",
-) -> int:
-    """The paper's ablations of FOAM: what each part of it is worth, over the same model, tokens and batches.
-
-    Rates are those of `optimizer.lr` and `optimizer.scale`, or the paper's where these are empty.
-
-    Args:
-        studies: which, separated by commas.
-        lr: rates to try for every setting, separated by commas; empty means one rate for all, as in the paper.
-        seeds: the first tunes, all count.
-        margin: say that a setting is level with the paper's only where it is shown that their losses differ by less
-            than this (nat), by two one-sided tests; 0 means never. Choose it before you see the losses.
-        jobs: runs at a time; 0 means one a GPU, or cores / threads.
-        resume: folder of an ablation to go on with; all else it keeps as it was begun.
-    """
-    given = _given(ablate, locals())
-
-    def begin() -> Any:
-        from ..contest.design import ablation
-
-        names = [name for name in studies.replace(" ", "").split(",") if name]
-        return ablation(config, names, _integers(numbers(seeds, "seeds")), numbers(lr, "lr"), margin=margin)
-
-    return _run("ablate", config, begin, given, jobs, resume)
+    return [name for name in text.replace(" ", "").split(",") if name]
 
 
 def grids(text: str, flag: str) -> dict[str, list[float]]:
@@ -114,20 +42,31 @@ def numbers(text: str, flag: str) -> list[float]:
         raise UserError(f"--{flag} takes numbers separated by commas, or NAME=NUMBERS;NAME=...; got {text!r}") from None
 
 
-def _integers(values: Iterable[float]) -> list[int]:
+def seed_list(text: str) -> list[int]:
+    """The seeds of a contest. Raises UserError for one that is no whole number from 0."""
+    values = numbers(text, "seeds")
     if not all(0 <= x < 2**53 and x == int(x) for x in values):  # what a float holds exactly
         raise UserError(f"--seeds takes whole numbers from 0, got {', '.join(f'{x:g}' for x in values)}")
     return [int(x) for x in values]
 
 
-def _given(command: Callable[..., int], values: Mapping[str, Any]) -> bool:
-    """Whether any flag that makes a contest differs from its default."""
+def given(command: Callable[..., int], values: Mapping[str, Any]) -> bool:
+    """Whether a flag that makes a contest differs from its default."""
     flags = {name: p.default for name, p in inspect.signature(command).parameters.items()}
     return any(values[name] != flags[name] for name in flags.keys() - {"config", "jobs", "resume"})
 
 
-def _run(command: str, config: RunConfig, begin: Callable[[], Any], given: bool, jobs: int, resume: str) -> int:
-    """Run a contest, new or resumed, and tell what came of it."""
+def run(command: str, config: RunConfig, begin: Callable[[], Any], changed: bool, jobs: int, resume: str) -> int:
+    """Run a contest, new or resumed, show its results and write its page; the exit code.
+
+    Args:
+        command: compare or ablate.
+        config: the settings that all runs share.
+        begin: makes the contest from the flags.
+        changed: whether flags were given that make a contest; to resume, they must agree with its own.
+        jobs: runs at a time; 0 means one per GPU, or cores / threads.
+        resume: folder of a contest to resume.
+    """
     from ..contest import runner
     from ..contest.folder import FILE
     from ..contest.page import report
@@ -138,7 +77,7 @@ def _run(command: str, config: RunConfig, begin: Callable[[], Any], given: bool,
     folder = Path(resume or config.out or f"runs/{command}")
     with board() as on_event:
         if resume:
-            end = runner.go_on(config, folder, jobs, on_event, begin() if given else None)
+            end = runner.go_on(config, folder, jobs, on_event, begin() if changed else None)
         else:
             end = runner.start(begin(), folder, jobs, on_event)
     interrupted = end["status"] == "interrupted"

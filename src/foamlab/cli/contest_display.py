@@ -1,4 +1,4 @@
-"""A contest as one watches it: a live table on a terminal, one plain line an event when piped."""
+"""The display of a contest: a live table on a terminal, one plain line per event when piped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Event = Mapping[str, Any]
 
 @contextmanager
 def board(stream: TextIO | None = None) -> Iterator[Callable[[Event], None]]:
-    """The `on_event` of `sweep` that shows a contest on `stream` (stdout)."""
+    """The `on_event` of a contest that shows a contest on `stream` (stdout)."""
     console = Console(file=steady(stream or sys.stdout), highlight=False, soft_wrap=True)
     if not console.is_terminal:
         yield Lines(console)
@@ -33,20 +33,20 @@ def board(stream: TextIO | None = None) -> Iterator[Callable[[Event], None]]:
 
 
 def tell(contest: Mapping[str, Any], written: Sequence[Path], again: str = "", stream: TextIO | None = None) -> None:
-    """The end of a contest, on `stream` (stdout): its table, verdicts and cautions, how to go on."""
+    """The end of a contest, on `stream` (stdout): its table, verdicts and caveats, and how to resume."""
     console = Console(file=steady(stream or sys.stdout), highlight=False, soft_wrap=True)
     lines = fitted(table(contest["results"])).splitlines()
     rule = contest.get("rule_in_words", "")
     parts = {
-        "What can be said": ["So far: not all runs are over."] * bool(again) + contest["verdicts"],
-        "What cannot be concluded": [text for text in contest["cautions"] if text != rule],
-        "When a run was given up": [rule] * bool(rule),
+        "What can be said": ["So far: not all runs are finished."] * bool(again) + contest["verdicts"],
+        "Caveats": [text for text in contest["cautions"] if text != rule],
+        "When runs were stopped early": [rule] * bool(rule),
     }
     for title, said in parts.items():
         lines += ["", f"{title}:", *(f"  {sentence}" for sentence in said)] if said else []
     console.print(Text("\n".join(["", *lines, "", *(f"wrote {path}" for path in written)])))
     if again:
-        console.print(Text(f"interrupted; to go on: {again}", style="bold yellow"))
+        console.print(Text(f"interrupted; to resume: {again}", style="bold yellow"))
 
 
 class Lines:
