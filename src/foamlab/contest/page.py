@@ -79,7 +79,7 @@ def page(book: Book, target: float | None = None) -> str:
     main = [
         part("Standings", winners(book), draw("losses")),
         part("What can be said", folded(contest["verdicts"])),
-        part("What cannot be concluded", reserved),
+        part("Caveats", reserved),
         part("The paper's ablations", draw("study-")),
         part("Memory", draw("frontier")),
         part("Learning curves", bars(labels, plots.AXES, "optimizer") + curves if curves else ""),

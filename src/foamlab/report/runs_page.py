@@ -257,7 +257,7 @@ def page(runs: Sequence[Summary], target: float | None = None, contests: Sequenc
     main = [
         f"<h2>{'In numbers' if len(runs) == 1 else 'Side by side'}</h2>",
         summary_table(runs),
-        "<h2>What cannot be concluded</h2>",
+        "<h2>Caveats</h2>",
         bullets(cautions(runs)) or "<p>No reservation found in the records.</p>",
         f"<p>{' '.join(map(escape, fair_points(runs)))}</p>",
         "<h2>Curves</h2>",
