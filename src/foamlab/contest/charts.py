@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..report import charts as plots
+from ..report.charts import Chart, Curves, Dots, Frontier, Line, Panels, Point, average, empty, view, window
 from ..report.residuals import heat
 from ..report.runs_page import line
 from ..runs.summary import Summary, summarize
@@ -40,10 +40,10 @@ class Row:
     def loss(self) -> float:
         return math.nan if self.result["loss"] is None else float(self.result["loss"])
 
-    def point(self, x: float = math.nan, label: str = "") -> plots.Point:
+    def point(self, x: float = math.nan, label: str = "") -> Point:
         """Its mean loss with interval and seeds."""
         low, high = (math.nan if (y := self.result[end]) is None else y for end in ("low", "high"))
-        return plots.Point(self.place, label or self.arm, x, self.loss, low, high, tuple(run.loss for run in self.runs))
+        return Point(self.place, label or self.arm, x, self.loss, low, high, tuple(run.loss for run in self.runs))
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Book:
     @property
     def near(self) -> list[Row]:
         """The ranked rows without those so far behind that a chart would show little else."""
-        top = plots.view([row.loss for row in self.ranked])[1]
+        top = view([row.loss for row in self.ranked])[1]
         return [row for row in self.ranked if row.loss <= top]
 
     @property
@@ -91,27 +91,25 @@ def open_book(folder: Path) -> Book:
     )
 
 
-def charts(book: Book) -> list[plots.Chart]:
+def charts(book: Book) -> list[Chart]:
     """Losses, curves, frontier, sensitivities, studies, residual ratios; what is empty is left out."""
     near = [row.point() for row in book.near]
     lines = [curve(row) for row in book.ranked if any(run.evals["loss"] for run in row.runs)]
     shown = {row.place for row in book.near}
-    window = plots.window([c for c in lines if c.run in shown])
+    common = window([c for c in lines if c.run in shown])
     title = "Validation loss of the best rates"
-    found: list[plots.Chart] = [
-        plots.Dots("losses", "Final validation loss", "validation loss", near),
-        plots.Curves("curves", title, "validation loss", lines, window=window),
+    found: list[Chart] = [
+        Dots("losses", "Final validation loss", "validation loss", near),
+        Curves("curves", title, "validation loss", lines, window=common),
     ]
     if len(lines) > PANELS:
         best = replace(lines[0], look="grey", low=None, high=None)
         each = [
-            plots.Curves(
-                f"curve-{c.run}", c.label, "validation loss", [c] if c is lines[0] else [best, c], False, window
-            )
+            Curves(f"curve-{c.run}", c.label, "validation loss", [c] if c is lines[0] else [best, c], False, common)
             for c in lines
             if c.run in shown
         ]
-        found.append(plots.Panels("curves-each", f"One by one, beside {lines[0].label} (dotted)", each))
+        found.append(Panels("curves-each", f"One by one, beside {lines[0].label} (dotted)", each))
     found.append(frontier(book))
     keys = dict.fromkeys(key for arm in book.contest["contestants"] for key in arm["tune"])
     found += [panels for key in keys if (panels := sensitivity(book, key))]
@@ -119,26 +117,26 @@ def charts(book: Book) -> list[plots.Chart]:
     for name, study in book.contest["studies"].items():
         cases = [(rows[case["arm"]], case) for case in study["cases"] if case["arm"] in rows]
         said = [row.point(label=f"{c['value']}{' *' * (c['arm'] == study['base'])}") for row, c in cases]
-        found.append(plots.Dots(f"study-{name}", f"{name}: {study['about']}", "validation loss", said))
+        found.append(Dots(f"study-{name}", f"{name}: {study['about']}", "validation loss", said))
     residuals = ((row, run.run.lines("residual")) for row in book.ranked for run in row.runs)
     if recorded := next(((row, lines) for row, lines in residuals if lines), None):
         found += filter(None, [heat(recorded[1], "residual", f"Residual ratio: {recorded[0].arm}")])
-    return [chart for chart in found if not plots.empty(chart)]
+    return [chart for chart in found if not empty(chart)]
 
 
-def curve(row: Row) -> plots.Line:
+def curve(row: Row) -> Line:
     """Its validation loss, the mean over seeds in a band from lowest to highest."""
-    return replace(plots.average([line(row.place, run, "evals", "loss") for run in row.runs]), label=row.arm)
+    return replace(average([line(row.place, run, "evals", "loss") for run in row.runs]), label=row.arm)
 
 
-def frontier(book: Book) -> plots.Frontier:
+def frontier(book: Book) -> Frontier:
     """Loss against the bytes of state that a parameter of the model costs."""
     points = []
     for row in book.near:
         parameters = statistics.fmean(run.parameters for run in row.runs)
         if row.result["state"] and parameters > 0:
             points.append(row.point(row.result["state"] / parameters))
-    return plots.Frontier(
+    return Frontier(
         "frontier", "Loss against memory", "optimizer state, bytes per model parameter", "validation loss", points
     )
 
@@ -154,26 +152,26 @@ def tried(book: Book, row: Row) -> Iterator[tuple[str, list[tuple[float, Mapping
         yield key, [(value, fates[name]) for value, name in sorted(names.items()) if name in fates]
 
 
-def sensitivity(book: Book, key: str) -> plots.Panels | None:
+def sensitivity(book: Book, key: str) -> Panels | None:
     """Final loss of the tuning runs against `key`, a panel an arm; None where no arm has tried two values."""
     found = [(row, runs) for row in book.rows for name, runs in tried(book, row) if name == key and len(runs) > 1]
     found = [(row, runs) for row, runs in found if all(isinstance(x, (int, float)) for x, _ in runs)]
     done = [run["loss"] for _, runs in found for _, run in runs if run["status"] == "done"]
-    common = low, high = plots.view(done)
+    common = low, high = view(done)
     if not found or math.isnan(low):
         return None
     parts = []
     for row, runs in found:
         own = [run["loss"] for _, run in runs if run["status"] == "done"]
         alone = bool(own) and min(own) > common[1]  # out of sight on the common scale
-        low, high = plots.view(own) if alone else common
+        low, high = view(own) if alone else common
         ends = [run["loss"] if run["status"] == "done" and run["loss"] <= high else math.nan for _, run in runs]
-        lines = [plots.Line(row.place, row.arm, {key: [x for x, _ in runs]}, ends)]
+        lines = [Line(row.place, row.arm, {key: [x for x, _ in runs]}, ends)]
         for (x, run), end in zip(runs, ends):
             if math.isnan(end) and run["status"] in ("done", "stopped", "diverged"):
                 said = f"{run['loss']:.3f}" if run["status"] == "done" else run["status"]
-                lines.append(plots.Line(row.place, said, {key: [x]}, [high - 0.06 * (high - low)], "lost"))
+                lines.append(Line(row.place, said, {key: [x]}, [high - 0.06 * (high - low)], "lost"))
         name, logarithmic = f"{key}-{row.place}", all(x > 0 for x, _ in runs)
         title = f"{row.arm} (own scale)" if alone else row.arm
-        parts.append(plots.Curves(name, title, "validation loss", lines, False, (low, high), logarithmic, key))
-    return plots.Panels(f"sensitivity-{key}", f"Loss against {key}", parts)
+        parts.append(Curves(name, title, "validation loss", lines, False, (low, high), logarithmic, key))
+    return Panels(f"sensitivity-{key}", f"Loss against {key}", parts)

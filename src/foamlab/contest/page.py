@@ -1,26 +1,24 @@
 """The page of a contest or an ablation: `foamlab report CONTEST`, and the end of `foamlab compare`.
 
-Rows, verdicts and cautions are those of `standings`, charts of `gallery`; the page stands in `frame`. No torch here.
+Rows, verdicts and cautions are those of `results`; the markup is `templates/contest.html`. No torch here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..config import flat, shared
-from ..report import charts as plots
-from ..report.html import bars, bullets, figure, frame, heads, mark, note, plain, row_head, texts
-from ..report.html import table as html_table
-from ..report.runs_page import RATIOS, cell, cost_table, curves_csv, moment, sheet, write
+from ..report.html import render
+from ..report.runs_page import RATIOS, Costs, cell, costs_of, curves_csv, moment, sheet, write
 from ..runs.summary import perplexity, read_settings
 from . import results
 from .charts import Book, charts, open_book
 from .search import joint
 
+SHOWN = 3  # verdicts before the rest is folded
 LOWEST = ("loss", "perplexity", "state")  # what is marked; speed and memory of a process are not told apart from noise
 
 
@@ -56,41 +54,29 @@ def report(
 def page(book: Book, target: float | None = None) -> str:
     """The HTML page."""
     contest, drawn = book.contest, charts(book)
-    notes = _notes(book)
-
-    def draw(*names: str) -> str:
-        return "".join(figure(c, notes.get(c.name, "")) for c in drawn if c.name.startswith(names))
-
-    def part(title: str, *content: str) -> str:
-        return f"<h2>{title}</h2>{''.join(content)}" if any(content) else ""
-
     over = [run["status"] for run in contest["runs"]]
-    first, *others = _headline(book)
-    cautions = [text for text in contest["cautions"] if text != contest["rule_in_words"]]
-    reserved = bullets(cautions) or "<p>No reservation found in the records.</p>"
-    labels = [row.arm for row in book.rows[: 1 + max((row.place for row in book.ranked), default=-1)]]
-    curves = draw("curves")
-    counts = ", ".join(f"{over.count(status)} {status}" for status in dict.fromkeys(over)) or "none yet"
     settings = {"command": contest["command"], "started": contest["started"], "ended": contest.get("ended")}
     settings |= {"data hash": contest.get("data"), **flat(shared(contest["settings"]))}
-    details = [("What each contestant is, and what was tried", contestants(book))]
-    details += [("Settings that all share", plain(settings)), ("Versions and hardware", plain(circumstances(book)))]
-    details.append((f"All {len(over)} runs", runs_table(book)))
-    main = [
-        part("Standings", winners(book), draw("losses")),
-        part("What can be said", folded(contest["verdicts"])),
-        part("Caveats", reserved),
-        part("The paper's ablations", draw("study-")),
-        part("Memory", draw("frontier")),
-        part("Learning curves", bars(labels, plots.AXES, "optimizer") + curves if curves else ""),
-        part("Cost of reaching a loss", costs(book, target)),
-        part("How much the rates matter", draw("sensitivity-")),
-        part("What folding leaves out", draw("residual")),
-        part("How it was done", f"<p>{escape(contest['rule_in_words'])} Runs: {counts}.</p>"),
-        *(f"<details><summary>{title}</summary>{content}</details>" for title, content in details if content),
-    ]
-    made = f"foamlab {contest['kind']}, {contest['status']}; {len(book.rows)} contestants; report of {moment()}"
-    return frame(first, made, first, others, "\n".join(main), drawn)
+    return render(
+        "contest.html",
+        said := _headline(book),
+        drawn,
+        title=said[0],
+        made=f"foamlab {contest['kind']}, {contest['status']}; {len(book.rows)} contestants; report of {moment()}",
+        contest=contest,
+        head=["", "n (seeds)", *results.HEAD[2:]],
+        standings=list(zip(book.rows, winners(book))),
+        shown=SHOWN,
+        cautions=[text for text in contest["cautions"] if text != contest["rule_in_words"]],
+        labels=[row.arm for row in book.rows[: 1 + max((row.place for row in book.ranked), default=-1)]],
+        notes=_notes(book),
+        costs=costs(book, target),
+        counts=", ".join(f"{over.count(status)} {status}" for status in dict.fromkeys(over)) or "none yet",
+        contestants=contestants(book),
+        settings=settings,
+        circumstances=circumstances(book),
+        runs=[(run["folder"], run["status"], _loss(run["loss"]), run["why"]) for run in contest["runs"]],
+    )
 
 
 def _headline(book: Book) -> list[str]:
@@ -124,51 +110,39 @@ def _notes(book: Book) -> dict[str, str]:
     }
 
 
-def folded(sentences: Sequence[str], shown: int = 3) -> str:
-    """The first few, and the rest behind a click."""
-    rest = f"<details><summary>{len(sentences) - shown} more</summary>{bullets(sentences[shown:])}</details>"
-    return bullets(sentences[:shown]) + rest * (len(sentences) > shown)
+class Cell(NamedTuple):
+    text: str
+    best: bool = False
+    edge: bool = False
 
 
-def winners(book: Book) -> str:
-    """The standings, lowest values marked; a flag at rates that are at the edge of what was tried."""
-    head, *rows = results.table(book.contest["results"])
-    keys = ("", "n", "loss", "", "perplexity", "", "", "state", "peak", "tokens_per_second", "seconds")
+def winners(book: Book) -> list[list[Cell]]:
+    """Of each row of the standings its cells from the loss on: the lowest are marked, and rates at an edge."""
+    keys = ("loss", "", "perplexity", "", "", "state", "peak", "tokens_per_second", "seconds")
     values = {key: [row.result[key] for row in book.ranked if row.result[key] is not None] for key in LOWEST}
     best = {key: min(found) for key, found in values.items() if len(set(found)) > 1}
-    lines = []
-    for row, row_texts in zip(book.rows, rows):
-        cells = [f'<th scope="row">{mark(row.place)} {escape(row.arm)}</th>']
-        seeds = ", ".join(map(str, row.result["seeds"]))
-        cells.append(f"<td>{row.result['n']}{f' <small>({escape(seeds)})</small>' if seeds else ''}</td>")
-        for key, text in zip(keys[2:], row_texts[2:]):
-            top = key in best and row.result[key] == best[key]
-            text = escape(text.rstrip("!")) + ' <span class="flag">edge</span>' * text.endswith("!")
-            cells.append(f'<td class="best"><b>{text}</b></td>' if top else f"<td>{text}</td>")
-        lines.append(cells)
-    legend = (
-        "Means over the n finished runs at the best rates (seeds in brackets); lowest loss and state in bold. "
-        "Edge: the best rate is at an end of all that was tried, a better one may lie beyond."
-    )
-    return html_table(heads(["", "n (seeds)", *head[2:]]), lines, tight=True) + note(legend)
+    rows = []
+    for row, (_, _, *texts) in zip(book.rows, results.table(book.contest["results"])[1:]):
+        lowest = [key in best and row.result[key] == best[key] for key in keys]
+        rows.append([Cell(text.rstrip("!"), top, text.endswith("!")) for text, top in zip(texts, lowest)])
+    return rows
 
 
-def costs(book: Book, target: float | None) -> str:
+def costs(book: Book, target: float | None) -> Costs | None:
     """What each arm paid to reach the target loss."""
-    if len(book.ranked) < 2 and target is None:
-        return ""
+    if not book.ranked or (len(book.ranked) < 2 and target is None):
+        return None
     named = {row.arm: row for row in book.ranked}
     base = named.get("adamw", book.ranked[len(book.ranked) // 2])
     goal = base.loss if target is None else target
     why = f"the mean final loss of {base.arm}" if target is None else "the loss asked for"
-    rows = [(f'<th scope="row">{mark(row.place)} {escape(row.arm)}</th>', row.runs) for row in book.ranked]
-    return cost_table(rows, goal, why)
+    return costs_of(goal, why, [(row.place, row.arm, row.runs) for row in book.ranked])
 
 
-def contestants(book: Book) -> str:
+def contestants(book: Book) -> list[tuple[str, ...]]:
     """Of each arm: what it is, what was tried, and where that comes from."""
     by_name = {arm["label"]: arm for arm in book.contest["contestants"]}
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for row in book.rows:
         arm, added = by_name[row.arm], book.contest["search"][row.arm]["extended"]
         options = ", ".join(f"{key} {value}" for key, value in arm["options"].items())
@@ -178,8 +152,8 @@ def contestants(book: Book) -> str:
             + (f" (at lr {arm['start']['lr']:g}, moved as lr moves)" if key == "scale" and joint(arm["tune"]) else "")
             for key, values in arm["tune"].items()
         )
-        rows.append([row_head(row.arm), *texts([arm["optimizer"], options or "–", tunes or "–", arm["note"] or "–"])])
-    return html_table(heads(["", "optimizer", "options", "values tried", "notes"]), rows)
+        rows.append((row.arm, arm["optimizer"], options or "–", tunes or "–", arm["note"] or "–"))
+    return rows
 
 
 def circumstances(book: Book) -> dict[str, str]:
@@ -189,13 +163,8 @@ def circumstances(book: Book) -> dict[str, str]:
     return {key: " | ".join(dict.fromkeys(str(info.get(key)) for info in infos)) for key in keys}
 
 
-def runs_table(book: Book) -> str:
-    """Every run, with its fate."""
-    rows = []
-    for run in book.contest["runs"]:
-        loss = f"{run['loss']:.4f}" if run["loss"] is not None and math.isfinite(run["loss"]) else "–"
-        rows.append([row_head(run["folder"]), *texts([run["status"], loss, run["why"]])])
-    return html_table(heads(["run", "status", "loss", ""]), rows) if rows else ""
+def _loss(x: float | None) -> str:
+    return "–" if x is None or not math.isfinite(x) else f"{x:.4f}"
 
 
 # ---------------------------------------------------------------------------------------------- tables

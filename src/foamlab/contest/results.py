@@ -15,6 +15,8 @@ from .folder import Outcomes
 from .model import MARGIN, Arm, Outcome, Rule, Trial
 from .search import Found, wanted
 
+HEAD = ("", "n", "loss", "95% interval", "perplexity", "lr", "scale", "state MB", "peak MB", "tokens/s", "seconds")
+
 
 def standings(folder: Path, contest: Mapping[str, Any]) -> dict[str, Any]:
     """`search`, `runs`, `results`, `verdicts` and `cautions` of contest.json, from the run folders as they are now."""
@@ -177,8 +179,7 @@ def _betas(final: Mapping[str, list[Summary]]) -> list[str]:
 
 def table(rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """`results` as text, its head first."""
-    head = ("", "n", "loss", "95% interval", "perplexity", "lr", "scale", "state MB", "peak MB", "tokens/s", "seconds")
-    return [head, *(_cells(row) for row in rows)]
+    return [HEAD, *(_cells(row) for row in rows)]
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:

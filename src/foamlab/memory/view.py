@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from html import escape
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,15 +11,15 @@ import yaml
 
 from ..errors import UserError
 from ..files import write_atomically
-from ..report import charts as plots
-from ..report import matplotlib_charts, plotly_charts
+from ..report import matplotlib_charts
+from ..report.charts import Bars
+from ..report.html import render
 from ..text import gb
 
 if TYPE_CHECKING:
     from .advise import Fit
     from .planner import Plan
 
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 # components in the order they are shown, and what is said about them
 PARTS = {
     "weights": "exact",
@@ -111,7 +110,7 @@ def answers(fit: Fit) -> list[str]:
     return lines
 
 
-def bars(fit: Fit) -> list[plots.Bars]:
+def bars(fit: Fit) -> list[Bars]:
     """The charts: the run's components, and the run under each optimizer."""
     scale = 1e9 if fit.asked.total >= 1e9 else 1e6
     unit = "GB" if scale == 1e9 else "MB"
@@ -120,10 +119,10 @@ def bars(fit: Fit) -> list[plots.Bars]:
         shown["mildest that fits"] = fit.mildest.peak
     others = {row["name"]: row["peak"] for row in fit.rivals}
 
-    def chart(name: str, title: str, peaks: dict[str, dict[str, int]]) -> plots.Bars:
+    def chart(name: str, title: str, peaks: dict[str, dict[str, int]]) -> Bars:
         parts = {part: [peak.get(part, 0) / scale for peak in peaks.values()] for part in PARTS}
         parts = {part: sizes for part, sizes in parts.items() if any(sizes)}
-        return plots.Bars(name, title, f"{unit} at the fullest moment of a step", list(peaks), parts)
+        return Bars(name, title, f"{unit} at the fullest moment of a step", list(peaks), parts)
 
     return [
         chart("plan", "What the run needs", shown),
@@ -133,25 +132,9 @@ def bars(fit: Fit) -> list[plots.Bars]:
 
 def page(fit: Fit) -> str:
     """A self-contained page that asks the network for nothing."""
-    from plotly.offline import get_plotlyjs
-
-    charts = bars(fit)
-    drawings = json.dumps({c.name: plotly_charts.plotly(c) for c in charts}, allow_nan=False).replace("<", "\\u003c")
-    capacity = f"<p>Memory there is: {gb(fit.asked.capacity)}.</p>" if fit.asked.capacity else ""
-    said = "".join(f"<p>{escape(line)}</p>" for line in answers(fit))
-    drawn = "".join(f'<h2>{escape(c.title)}</h2><div id="{c.name}"></div>' for c in charts)
-    library = get_plotlyjs().replace("</script", "<\\/script")
-    return f"""<!doctype html><html lang="en"><meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<title>Memory plan</title>
-<style>body{{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}}
-pre{{overflow-x:auto;background:#f4f4f4;padding:1rem}}</style>
-<h1>Memory plan</h1><p>{escape(headline(fit.asked))}</p>{capacity}{said}{drawn}
-<h2>In numbers</h2><pre>{escape(text(fit))}</pre>
-<script>{library}</script><script>
-for (const [id, f] of Object.entries({drawings})) Plotly.newPlot(id, f.data, f.layout, {{responsive: true}});
-</script></html>
-"""
+    capacity = [f"Memory there is: {gb(fit.asked.capacity)}."] if fit.asked.capacity else []
+    said = ["Memory plan", headline(fit.asked), *capacity, *answers(fit)]
+    return render("plan.html", said, bars(fit), title="Memory plan", made="foamlab plan", text=text(fit))
 
 
 def save(fit: Fit, path: Path, settings: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """`foamlab report`: run folders in, one self-contained HTML page out; also pictures, CSV and plain rows for a terminal.
 
-What the page states in words comes from `summary`, its charts from `plots`, its frame from `frame`. No torch here.
+What the page states in words comes from `summary`; its markup is `templates/runs.html`. No torch here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import csv
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,9 +33,9 @@ from ..runs.summary import (
     same,
     summarize,
 )
-from . import charts as plots
 from . import matplotlib_charts
-from .html import bars, bullets, figure, frame, heads, mark, note, row_head, table, texts
+from .charts import AXES, Bars, Chart, Curves, Heat, Line, empty, shorten, smooth, window
+from .html import render
 from .residuals import heat
 
 FORMATS = ("png", "svg", "pdf")
@@ -130,34 +129,34 @@ def show(value: float, form: str) -> str:
     return format(value, form) if math.isfinite(value) else "∞" if value == math.inf else "–"
 
 
-def charts(runs: Sequence[Summary]) -> list[plots.Chart]:
-    """Loss, memory, learning rate, gradient norm, residual ratios. A chart may be empty: see plots.empty."""
+def charts(runs: Sequence[Summary]) -> list[Chart]:
+    """Loss, memory, learning rate, gradient norm, residual ratios. A chart may be empty: see charts.empty."""
     losses = [*(line(i, run, "train", "loss") for i, run in enumerate(runs))]
     losses += [line(i, run, "evals", "loss") for i, run in enumerate(runs)]
     losses = [line for line in losses if any(map(math.isfinite, line.y))]
     parts = {"weights": "weights", "gradients": "gradients", "optimizer state": "state"}
     memory = {name: [run.bytes(key) / MB for run in runs] for name, key in parts.items()}
     memory = {name: values for name, values in memory.items() if any(map(math.isfinite, values))}
-    found: list[plots.Chart] = [
-        plots.Curves("loss", "Loss", "loss", losses, window=plots.window(losses)),
-        plots.Bars("memory", "Memory held", "MB", [plots.shorten(run.label) for run in runs], memory),
+    found: list[Chart] = [
+        Curves("loss", "Loss", "loss", losses, window=window(losses)),
+        Bars("memory", "Memory held", "MB", [shorten(run.label) for run in runs], memory),
     ]
     for key, title, log in (("lr", "Learning rate", False), ("grad_norm", "Gradient norm", True)):
         lines = [line(i, run, "train", key) for i, run in enumerate(runs)]
         lines = [line for line in lines if any(map(math.isfinite, line.y))]
-        found.append(plots.Curves(key.replace("_", "-"), title, title.lower(), lines, log=log))
+        found.append(Curves(key.replace("_", "-"), title, title.lower(), lines, log=log))
     for i, run in enumerate(runs):
-        name = f"Residual ratio: {plots.shorten(run.label)}" if len(runs) > 1 else "Residual ratio"
+        name = f"Residual ratio: {shorten(run.label)}" if len(runs) > 1 else "Residual ratio"
         if residuals := heat(run.run.lines("residual"), f"residual-{i}", name):
             found.append(residuals)
     return found
 
 
-def line(index: int, run: Summary, kind: str, key: str) -> plots.Line:
+def line(index: int, run: Summary, kind: str, key: str) -> Line:
     table = run.train if kind == "train" else run.evals
     x = {"steps": table["step"], "tokens": table["tokens"], "seconds": table["seconds"]}
-    y = table[key] if key == "lr" or kind == "evals" else plots.smooth(table[key], len(table[key]) // 40)
-    return plots.Line(index, run.label, x, y, "points" if kind == "evals" else "faint" if key == "loss" else "plain")
+    y = table[key] if key == "lr" or kind == "evals" else smooth(table[key], len(table[key]) // 40)
+    return Line(index, run.label, x, y, "points" if kind == "evals" else "faint" if key == "loss" else "plain")
 
 
 def report(
@@ -187,9 +186,7 @@ def report(
     return write(Path(out), page(runs, target, contests), sheets, charts(runs), static)
 
 
-def write(
-    out: Path, text: str, sheets: Mapping[str, str], drawn: Iterable[plots.Chart], static: Sequence[str]
-) -> list[Path]:
+def write(out: Path, text: str, sheets: Mapping[str, str], drawn: Iterable[Chart], static: Sequence[str]) -> list[Path]:
     """Write the page, then OUT-NAME.csv of each sheet and OUT-NAME.FORMAT of each chart that is not empty."""
     unknown = [name for name in static if name not in FORMATS]
     if unknown:
@@ -205,7 +202,7 @@ def write(
             written.append(out.with_name(f"{out.stem}-{name}.csv"))
             write_atomically(written[-1], sheet)
         for chart in drawn if static else ():
-            for suffix in () if plots.empty(chart) else static:
+            for suffix in () if empty(chart) else static:
                 written.append(out.with_name(f"{out.stem}-{chart.name}.{suffix}"))
                 matplotlib_charts.save(chart, written[-1])
     except OSError as e:
@@ -246,39 +243,34 @@ def sheet(rows: list[list[Any]]) -> str:
 
 def page(runs: Sequence[Summary], target: float | None = None, contests: Sequence[str] = ()) -> str:
     """The HTML page."""
-    drawn = [chart for chart in charts(runs) if not plots.empty(chart)]
-    known = [a for a in plots.AXES if any(math.isfinite(v) for r in runs for v in _axis(r, a))]
-    first, *others = headline(runs)
-
-    def figures_of(kind: type) -> str:
-        return "".join(figure(c, _note(c, runs), c.name == "loss") for c in drawn if isinstance(c, kind))
-
+    drawn = [chart for chart in charts(runs) if not empty(chart)]
+    cells = summary_cells(runs)
     record = [flat(run.run.info) for run in runs]
-    main = [
-        f"<h2>{'In numbers' if len(runs) == 1 else 'Side by side'}</h2>",
-        summary_table(runs),
-        "<h2>Caveats</h2>",
-        bullets(cautions(runs)) or "<p>No reservation found in the records.</p>",
-        f"<p>{' '.join(map(escape, fair_points(runs)))}</p>",
-        "<h2>Curves</h2>",
-        bars([run.label for run in runs], known),
-        f'<div class="pair">{figures_of(plots.Curves) or "<p>No curve yet.</p>"}</div>',
-        figures_of(plots.Heat),
-        reach_table(runs, target),
-        "<h2>Memory</h2>",
-        figures_of(plots.Bars) or "<p>No memory recorded.</p>",
-        differences(runs),
-        *(["<h2>Contests beside these runs</h2>", bullets(contests)] if contests else []),
-        "<details><summary>All settings</summary>",
-        matrix(_keys(run.settings for run in runs), runs, [run.settings for run in runs])
-        or "<p>No run has a config.yaml.</p>",
-        "</details><details><summary>Versions, hardware, command and record of each run</summary>",
-        matrix([key for key in _keys(record) if key != "who"], runs, record),
-        "</details>",
-    ]
-    title = ", ".join(plots.shorten(run.label) for run in runs[:4]) + (", …" if len(runs) > 4 else "")
-    made = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}, report of {moment()}"
-    return frame(title, made, first, others, "\n".join(main), drawn)
+    settings = [run.settings for run in runs]
+    return render(
+        "runs.html",
+        headline(runs),
+        drawn,
+        title=", ".join(shorten(run.label) for run in runs[:4]) + (", …" if len(runs) > 4 else ""),
+        made=f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}, report of {moment()}",
+        runs=runs,
+        side_by_side=SIDE_BY_SIDE,
+        metrics=METRICS,
+        cells_of=cells,
+        marked=f"Marked: {MARKED}." if any(cell.lowest for row in cells for cell in row) else "",
+        cautions=cautions(runs),
+        fair=fair_points(runs),
+        known=[axis for axis in AXES if any(math.isfinite(v) for run in runs for v in _axis(run, axis))],
+        curves=[chart for chart in drawn if isinstance(chart, Curves)],
+        heats=[chart for chart in drawn if isinstance(chart, Heat)],
+        memory=[chart for chart in drawn if isinstance(chart, Bars)],
+        notes={chart.name: _note(chart, runs) for chart in drawn},
+        costs=_costs_of(runs, target),
+        differing=matrix(differing(runs), settings),
+        contests=contests,
+        settings=matrix(_keys(settings), settings),
+        record=matrix([key for key in _keys(record) if key != "who"], record),
+    )
 
 
 def moment() -> str:
@@ -290,90 +282,65 @@ def _axis(run: Summary, axis: str) -> list[float]:
     return run.train[key] + run.evals[key]
 
 
-def _keys(trees: Any) -> list[str]:
+def _keys(trees: Iterable[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(key for tree in trees for key in tree))
 
 
-def summary_table(runs: Sequence[Summary]) -> str:
-    """Runs side by side, or one row a run when they are many."""
-    cells_of = summary_cells(runs)
-    cells = [
-        [f'<td class="best"><b>{c.text}</b></td>' if c.lowest else f"<td>{c.text}</td>" for c in row]
-        for row in cells_of
-    ]
-    told = note(f"Marked: {MARKED}.") if any(c.lowest for row in cells_of for c in row) else ""
-    if len(runs) <= SIDE_BY_SIDE:
-        rows = [[f'<th scope="row">{m.name}</th>', *column] for m, column in zip(METRICS, zip(*cells))]
-        return table(["<th></th>", *map(name, range(len(runs)), runs)], rows) + told
-    heads = [f'<th scope="col">{metric.name}</th>' for metric in METRICS]
-    return table(["<th>run</th>", *heads], [[name(i, runs[i], "row"), *row] for i, row in enumerate(cells)]) + told
-
-
-def name(index: int, run: Summary, scope: str = "col") -> str:
-    """The heading of a run's column or row; a run that is not done says so."""
-    status = "" if run.done else f" <small>{escape(run.run.status)}</small>"
-    return f'<th scope="{scope}">{mark(index)}{"<br>" if scope == "col" else " "}{escape(run.label)}{status}</th>'
-
-
-def reach_table(runs: Sequence[Summary], target: float | None) -> str:
-    """What each finished run paid to reach the target loss."""
-    ran = [run for arm in arms(runs) for run in arm.runs if math.isfinite(run.loss)]
-    if not ran or not comparable(ran) or (target is None and len(ran) < 2):
-        return ""
-    goal = target if target is not None else max(run.loss for run in ran)
-    why = "the highest final loss of the finished runs" if target is None else "the loss asked for"
-    named = [(name(runs.index(run), run, "row"), [run]) for run in sorted(ran, key=runs.index)]
-    return "<h2>Cost of reaching a loss</h2>" + cost_table(named, goal, why)
-
-
-def cost_table(named: Iterable[tuple[str, Sequence[Summary]]], goal: float, why: str) -> str:
-    """A row for each heading: steps, tokens and seconds until the loss is `goal`, the mean over its runs."""
+def matrix(keys: Iterable[str], trees: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """A row a key: its value in each tree, or one value that is the same in all."""
     rows = []
-    for heading, runs in named:
+    for key in keys:
+        said = ["–" if (value := tree.get(key)) is None else str(value) for tree in trees]
+        rows.append((key, said[:1] if len(set(said)) == 1 else said))
+    return rows
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What was paid to reach a loss.
+
+    Attributes:
+        goal, why: the loss, and why this one.
+        rows: (place among the runs, label, for steps, tokens and seconds: (mean cost in words, of how few runs)).
+    """
+
+    goal: float
+    why: str
+    rows: list[tuple[int, str, list[tuple[str, str]]]]
+
+
+def costs_of(goal: float, why: str, named: Iterable[tuple[int, str, Sequence[Summary]]]) -> Costs:
+    """Steps, tokens and seconds until the loss is `goal`, the mean over each label's runs."""
+    rows = []
+    for place, label, runs in named:
         cells = []
         for key in ("step", "tokens", "seconds"):
             costs = [reach(run.evals[key], run.evals["loss"], goal) for run in runs]
             known = [cost for cost in costs if cost is not None]
             told = f"{math.fsum(known) / len(known):,.0f}" if known else "never"
-            few = f" <small>{len(known)} of {len(runs)} runs</small>" if 0 < len(known) < len(runs) else ""
-            cells.append(f"<td>{told}{few}</td>")
-        rows.append([heading, *cells])
-    said = f"<p>Cost of reaching {goal:.4f}, {escape(why)}; linear between evaluations.</p>"
-    return said + table(heads(("", *plots.AXES)), rows, tight=True)
+            cells.append((told, f"{len(known)} of {len(runs)} runs" if 0 < len(known) < len(runs) else ""))
+        rows.append((place, label, cells))
+    return Costs(goal, why, rows)
 
 
-def _note(chart: plots.Chart, runs: Sequence[Summary]) -> str:
+def _costs_of(runs: Sequence[Summary], target: float | None) -> Costs | None:
+    """What each finished run paid to reach the target loss."""
+    ran = [run for arm in arms(runs) for run in arm.runs if math.isfinite(run.loss)]
+    if not ran or not comparable(ran) or (target is None and len(ran) < 2):
+        return None
+    goal = target if target is not None else max(run.loss for run in ran)
+    why = "the highest final loss of the finished runs" if target is None else "the loss asked for"
+    return costs_of(goal, why, [(place, run.label, [run]) for place, run in enumerate(runs) if run in ran])
+
+
+def _note(chart: Chart, runs: Sequence[Summary]) -> str:
     peaks = dict.fromkeys(str(of) for run in runs if (of := part(run.run.info, "bytes", "peak_of")))
+    windowed = isinstance(chart, Curves) and chart.window is not None
     notes = {
         "loss": "Thin: training, a centred mean over a fortieth of the records. With markers: validation."
-        + (" The first tenth of training is out of view; a double click shows all." if _windowed(chart) else ""),
+        + (" The first tenth of training is out of view; a double click shows all." if windowed else ""),
         "memory": "What training must hold. Peak memory, in the table, is measured otherwise"
         + (f" ({', '.join(peaks)})." if peaks else "."),
         "grad-norm": "Before clipping, smoothed as the loss; logarithmic.",
     }
-    return RATIOS if isinstance(chart, plots.Heat) else notes.get(chart.name, "")
-
-
-def _windowed(chart: plots.Chart) -> bool:
-    return isinstance(chart, plots.Curves) and chart.window is not None
-
-
-def differences(runs: Sequence[Summary]) -> str:
-    """The settings in which several runs differ."""
-    if len(runs) == 1:
-        return "<h2>Settings</h2>"
-    found = matrix(differing(runs), runs, [run.settings for run in runs])
-    return "<h2>Settings that differ</h2>" + (found or "<p>No recorded setting differs.</p>")
-
-
-def matrix(keys: Sequence[str], runs: Sequence[Summary], trees: Sequence[Mapping[str, Any]]) -> str:
-    """A row a key, a column a run; what is the same in all runs is written once."""
-    rows = []
-    for name_ in keys:
-        said = ["–" if (value := tree.get(name_)) is None else str(value) for tree in trees]
-        if len(set(said)) == 1:
-            cells = [f'<td class="text" colspan="{len(runs)}">{escape(said[0])}</td>']
-        else:
-            cells = texts(said)
-        rows.append([row_head(name_), *cells])
-    return table(["<th></th>", *map(name, range(len(runs)), runs)], rows) if rows else ""
+    return RATIOS if isinstance(chart, Heat) else notes.get(chart.name, "")

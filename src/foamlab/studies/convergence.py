@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,9 @@ from torchfoam import FOAM, residual
 from ..errors import UserError, known_name
 from ..files import write_atomically
 from ..optimizers.registry import RULE
-from ..report import charts as plots
-from ..report import html, matplotlib_charts
+from ..report import matplotlib_charts
+from ..report.charts import Curves, Line
+from ..report.html import render
 from ..runs import stats
 from ..runs.provenance import circumstances
 
@@ -301,7 +301,7 @@ def _said(mean: stats.Mean) -> str:
     return f"{mean.mean:.3f}" + ("" if mean.n < 2 else f" [{mean.low:.3f}, {mean.high:.3f}]")
 
 
-def charts(study: Study) -> list[plots.Curves]:
+def charts(study: Study) -> list[Curves]:
     """Mean squared gradient norm against T for each part, beside c log T / sqrt T; and delta along the longest run."""
     lengths = [float(T) for T in study.settings["lengths"]]
     found = []
@@ -310,16 +310,16 @@ def charts(study: Study) -> list[plots.Curves]:
         lines = []
         for index, name in enumerate(names):
             at = [[r.mean_square for r in study.rows if (r.part, r.arm, r.T) == (part, name, T)] for T in lengths]
-            lines.append(plots.Line(index, name, {"steps": lengths}, [math.fsum(y) / len(y) for y in at]))
+            lines.append(Line(index, name, {"steps": lengths}, [math.fsum(y) / len(y) for y in at]))
         scale = lines[0].y[0] * math.sqrt(lengths[0]) / math.log(lengths[0])
         guide = [scale * math.log(T) / math.sqrt(T) for T in lengths]
-        lines.append(plots.Line(len(names), "c log T / sqrt T", {"steps": lengths}, guide, "plain"))
-        found.append(plots.Curves(part, title, "mean of |grad f|² over the run", lines, log=True, log_x=True))
+        lines.append(Line(len(names), "c log T / sqrt T", {"steps": lengths}, guide, "plain"))
+        found.append(Curves(part, title, "mean of |grad f|² over the run", lines, log=True, log_x=True))
     lines = []
     for index, (name, (steps, noisy, true)) in enumerate(study.deltas.items()):
-        lines.append(plots.Line(2 * index, f"{name}, gradient used", {"steps": steps}, noisy, "plain"))
-        lines.append(plots.Line(2 * index + 1, f"{name}, true gradient", {"steps": steps}, true, "plain"))
-    found.append(plots.Curves("delta", "delta = |residual| / |gradient|", "delta", lines, window=(0, 1.02)))
+        lines.append(Line(2 * index, f"{name}, gradient used", {"steps": steps}, noisy, "plain"))
+        lines.append(Line(2 * index + 1, f"{name}, true gradient", {"steps": steps}, true, "plain"))
+    found.append(Curves("delta", "delta = |residual| / |gradient|", "delta", lines, window=(0, 1.02)))
     return found
 
 
@@ -365,24 +365,23 @@ def _finite(value: Any) -> Any:
 
 def page(study: Study, facts: dict[str, Any]) -> str:
     """A self-contained page that asks the network for nothing."""
-    head, *body = table(study)
-    told = study.settings
-    rows = [
-        [f'<th scope="row">{escape(part)}</th>', *html.texts([arm]), *(f"<td>{escape(cell)}</td>" for cell in cells)]
-        for part, arm, *cells in body
-    ]
-    main = [
-        html.table(html.heads(head), rows, tight=True),
-        *(html.figure(chart, legend=True) for chart in charts(study)),
-        f"<h2>Made by</h2><pre>{escape(json.dumps({**facts, 'settings': told}, indent=1))}</pre>",
-    ]
-    said = (
-        f"lr = {told['rate']} / sqrt(T); {told['seeds']} seeds, 95 % intervals over them.",
+    head, *rows = table(study)
+    settings = study.settings
+    headline = (
+        "Squared gradient norm against the length of the run",
+        f"lr = {settings['rate']} / sqrt(T); {settings['seeds']} seeds, 95 % intervals over them.",
         "Hidden: the share of the last quarter's squared gradient that block means cannot see.",
     )
-    title = "Squared gradient norm against the length of the run"
-    made = "foamlab study convergence"
-    return html.frame("Convergence", made, title, said, "\n".join(main), charts(study))
+    return render(
+        "study.html",
+        headline,
+        charts(study),
+        title="Convergence",
+        made="foamlab study convergence",
+        head=head,
+        rows=rows,
+        facts=json.dumps({**facts, "settings": settings}, indent=1),
+    )
 
 
 def levels_of(text: str) -> list[int | str]:
