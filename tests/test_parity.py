@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
@@ -113,15 +113,16 @@ def sparse_gradient() -> None:
     FOAM([w]).step()
 
 
-def sharded(fully: bool) -> None:
-    """As fully_shard (FSDP2) and FullyShardedDataParallel (FSDP1) leave a weight."""
+def fsdp1() -> None:
     w = matrix()
-    if not fully:
-        w._fsdp_flattened = True  # type: ignore[attr-defined]
-        FOAM([w])
+    w._fsdp_flattened = True  # type: ignore[attr-defined]  # as FullyShardedDataParallel leaves a weight
+    FOAM([w])
+
+
+def partial_sum() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        FOAM([nn.Parameter(DTensor.from_local(w.detach(), init_device_mesh("cpu", (2,)), [Shard(0)]))])
+        FOAM([nn.Parameter(DTensor.from_local(matrix().detach(), init_device_mesh("cpu", (2,)), [Partial()]))])
     finally:
         dist.destroy_process_group()
 
@@ -171,8 +172,8 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "AdamW's state into rule muon": adamw_into("muon"),
     "sparse gradients": sparse_gradient,
     "complex parameters": lambda: FOAM([matrix(dtype=torch.complex64)]),
-    "weights sharded by FSDP2 or tensor parallelism": lambda: sharded(fully=True),
-    "weights sharded by FSDP1": lambda: sharded(fully=False),
+    "weights sharded by FSDP1": fsdp1,
+    "a DTensor that is a partial sum": partial_sum,
     "gradients that are wrappers of other tensors": wrapped_gradient,
     "parameters of a lazy module": lambda: FOAM(nn.LazyLinear(4)),
     "gradient release, several backward passes a step": second_backward,

@@ -11,14 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
 from torch.testing._internal.distributed.fake_pg import FakeStore  # collectives that return at once
 from torch.testing._internal.two_tensor import TwoTensor
 
 from problems import numbers
 from tolerances import exact
-from torchfoam import FOAM, GradientRelease, from_adamw, param_groups, to_adamw
+from torchfoam import FOAM, from_adamw, param_groups, to_adamw
 from torchfoam.kernels import BACKENDS
 from torchfoam.memory import whole
+from torchfoam.shard import local
 
 
 class Quantised(Tensor):
@@ -69,8 +71,15 @@ def two(*shape: int, kind: Any = TwoTensor) -> nn.Parameter:
     return nn.Parameter(kind(numbers(*shape, dtype=torch.float32), numbers(*shape, dtype=torch.float32)))
 
 
+def swap(opt: FOAM, old: nn.Module, new: nn.Module) -> None:
+    """Let the optimizer hold the parameters of another model, as Accelerate does after fully_shard."""
+    pairs = dict(zip(old.parameters(), new.parameters()))
+    for group in opt.param_groups:
+        group["params"] = [pairs[p] for p in group["params"]]
+
+
 @pytest.mark.parametrize("backend", [None, *BACKENDS])
-def test_sharded_weights_are_refused_before_anything_is_read(two_ranks: Any, backend: str | None) -> None:
+def test_sharded_weights_swapped_in_get_a_state_of_their_own(two_ranks: Any, backend: str | None) -> None:
     from torch.distributed.fsdp import fully_shard
 
     if backend and BACKENDS[backend].unavailable():
@@ -78,33 +87,55 @@ def test_sharded_weights_are_refused_before_anything_is_read(two_ranks: Any, bac
     late, model = layers(), layers()
     opt = FOAM(late, backend=backend)
     fully_shard(model, mesh=two_ranks)
-    for make in (
-        lambda: FOAM(model),
-        lambda: FOAM(model.parameters()),
-        lambda: opt.add_param_group({"params": [model[0].weight]}),
-    ):
-        with pytest.raises(ValueError, match=r"sharded weights yet .*fully_shard.*use DistributedDataParallel"):
-            make()
-    # swapped in afterwards, as Accelerate does
-    pairs = dict(zip(late.parameters(), model.parameters()))
-    for group in opt.param_groups:
-        group["params"] = [pairs[p] for p in group["params"]]
+    swap(opt, late, model)
     for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    before = [local(p).clone() for p in model.parameters()]
+    opt.step()
+    opt.state_dict()
+    assert set(opt.state) == set(model.parameters())
+    for p, old in zip(model.parameters(), before):
+        m = opt.state[p]["m"]
+        assert m.placements == p.placements and m.shape == (*p.shape[:-1], p.shape[-1] // (4 if p.ndim > 1 else 1))
+        assert local(m).shape[0] == 4 and not (local(p) == old).any()
+    assert opt.state_bytes() == 2 * (2 * (4 * 2 + 4) * 4 + 2 * 4)  # half of everything but the counts
+
+
+def test_the_state_of_whole_weights_is_not_used_for_sharded_ones(two_ranks: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    late, model = layers(), layers()
+    opt = FOAM(late)
+    fully_shard(model, mesh=two_ranks)
+    pairs = dict(zip(late.parameters(), model.parameters()))
+    swap(opt, late, model)
+    for old, p in pairs.items():
+        opt.state[p] = opt.state.pop(old)
         p.grad = torch.zeros_like(p)
-    with pytest.raises(ValueError, match="sharded weights yet"):
+    with pytest.raises(ValueError, match="whose gradient or state is whole, or cut in another way: build a new FOAM"):
         opt.step()
-    with pytest.raises(ValueError, match="sharded weights yet"):
-        GradientRelease(FOAM(model))
 
 
-def test_a_model_sharded_on_the_meta_device_is_refused_too(two_ranks: Any) -> None:
+def test_a_model_sharded_on_the_meta_device_can_be_planned_with(two_ranks: Any) -> None:
     from torch.distributed.fsdp import fully_shard
 
     with torch.device("meta"):
         model = layers()
     fully_shard(model, mesh=two_ranks)
-    with pytest.raises(ValueError, match="sharded weights yet"):
-        FOAM(model)
+    opt = FOAM(model)
+    assert opt.state_bytes() == 2 * (2 * (4 * 2 + 4) * 4 + 2 * 4)
+    model.to_empty(device="cpu")  # values come later
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+        local(p).zero_()
+    opt.step()
+    assert all(local(p).ne(0).all() and local(opt.state[p]["m"]).device.type == "cpu" for p in model.parameters())
+
+
+def test_a_sum_that_is_still_to_come_is_no_parameter(two_ranks: Any) -> None:
+    p = nn.Parameter(DTensor.from_local(torch.ones(4, 8), two_ranks, [Partial()]))
+    with pytest.raises(ValueError, match="still to be summed over ranks"):
+        FOAM([p])
 
 
 @pytest.mark.parametrize("original", [True, False], ids=["original", "flat"])

@@ -17,7 +17,8 @@ from .memory import check_held
 from .names import places
 from .optim import FOAM
 from .saved import check_numbers, check_plain, check_values, names_of
-from .state import close, new_state, open_moment
+from .shard import cut_as, local, locals_of
+from .state import close, new_state, open_moment, part_of
 
 MOMENTS = (("m", "exp_avg"), ("v", "exp_avg_sq"))  # ours, AdamW's
 
@@ -58,9 +59,12 @@ def from_adamw(opt: FOAM, source: Any, params: Iterable[Tensor] | None = None) -
     for p, group, theirs in planned:
         mine = opt.state[p] = opt.state.get(p) or new_state(p, group)
         mine["step"].copy_(torch.as_tensor(theirs["step"]).reshape(()))
+        part, mine = part_of(p, group), locals_of(mine)
         wide = torch.float64 if p.dtype == torch.float64 else torch.float32
         for name, key in MOMENTS:
-            close(mine, name, fold(theirs[key].to(p.device, wide), group["level"]), key=None)
+            x = cut_as(p, theirs[key])
+            x = (part.with_rows(x) if part else x).to(p.device, wide)
+            close(mine, name, fold(x, group["level"]), key=None)
     return opt
 
 
@@ -73,10 +77,10 @@ def _check_state(where: str, p: Tensor, theirs: Any) -> None:
         raise ValueError(f"{where}: not the state of an Adam without amsgrad: {sorted(map(str, theirs))}")
     for name, key in MOMENTS:
         x = theirs[key]
-        check_plain(where, key, x)
+        check_plain(where, key, x, p)
         if x.shape != p.shape or not x.is_floating_point():
             raise ValueError(f"{where}: AdamW's moment has shape {tuple(x.shape)} ({x.dtype}), not {tuple(p.shape)}")
-        if not p.is_meta:
+        if not local(p).is_meta:
             check_values(where, name, {name: x})
     step = theirs["step"]
     count = torch.as_tensor(step) if isinstance(step, (int, float)) else step
@@ -108,11 +112,14 @@ def to_adamw(opt: FOAM, **options: Any) -> torch.optim.AdamW:
         for p in group["params"]:
             if mine := opt.state.get(p):
                 C, wide = row_length(p), torch.float64 if p.dtype == torch.float64 else torch.float32
-                check_held(p, p, mine if p.numel() else {})
+                part, mine = part_of(p, group), locals_of(mine)
+                C = C if not part or part.whole_rows else local(p).shape[-1]
+                check_held(local(p), local(p), mine if local(p).numel() else {})
                 adamw.state[p] = {"step": mine["step"].float()}
                 for name, key in MOMENTS:
                     full = unfold(open_moment(mine, name, wide), group["level"], C)
-                    adamw.state[p][key] = torch.empty_like(p, requires_grad=False).copy_(full)  # with p's own strides
+                    x = adamw.state[p][key] = torch.empty_like(p, requires_grad=False)  # with p's own strides
+                    local(x).copy_(part.own_columns(full) if part else full)
     return adamw
 
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .groups import check_kind
 from .kernels import Slot, eager, planned
 from .options import DEFAULTS, check, check_names, hyper
+from .shard import local
 from .state import new_state
 
 
@@ -52,6 +53,7 @@ def step_bytes(
     check_names((name for name in group if name not in ("params", "name", "param_names", "format")), misspelt_only=True)
     check(group, read=False)
     check_kind(p, group["rule"])
+    p = local(p)
     where = torch.device(p.device if device is None else device)
     by = planned(backend, p, group, where).name
     if by == "eager":

@@ -32,6 +32,8 @@ def held(x: Tensor) -> bool:
     except RuntimeError:  # no storage at all
         return False
     length = x.numel() if x.is_contiguous() else 1 + sum((n - 1) * gap for n, gap in zip(x.shape, x.stride()))
+    if not x.numel():
+        return True
     return address != 0 and (x.storage_offset() + length) * x.itemsize <= size
 
 

@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 
 from .fold import Level, residual_ratio
 from .groups import UNNAMED, check_kind, param_groups, split_by_shape, warn_once
-from .kernels import BACKENDS, Backend, Slot, choose
+from .kernels import BACKENDS, Backend, Slot, choose, here, perform
 from .memory import check_held, imagined, whole
 from .options import OPTIONS, Options, check, check_names, hyper, unknown, unread
 from .rates import Rates
 from .saved import FORMAT, load, upgraded
+from .shard import is_sharded, local, whole_tensor
 from .state import check_kept, fits, follow, new_state
 from .values import known_value
 
@@ -176,6 +177,7 @@ class FOAM(Optimizer):
             if not isinstance(p, Tensor) or (isinstance(p, nn.Parameter) and not p.requires_grad):
                 continue  # torch says what it is; frozen parameters may be of any kind (quantised weights are integers)
             check_kind(p, merged["rule"])
+            p = local(p)
             # where what is only planned will live is not known yet; `step` asks again
             if (self.backend is not None or not whole(p)) and not imagined(p):
                 choose(self.backend, p, merged)
@@ -200,8 +202,8 @@ class FOAM(Optimizer):
             self.state[p] = now
 
     def state_bytes(self) -> int:
-        """Bytes of all optimizer state, exactly as allocated (also on the meta device)."""
-        return sum(x.numel() * x.element_size() for s in self.state.values() for x in s.values())
+        """Bytes of all optimizer state, exactly as allocated (also on the meta device); on this rank, if sharded."""
+        return sum(local(x).nbytes for s in self.state.values() for x in s.values())
 
     # ------------------------------------------------------------------ step
 
@@ -224,7 +226,8 @@ class FOAM(Optimizer):
         for group in self.param_groups:
             work += self._work(group, enumerate(group["params"], number))
             number += len(group["params"])
-        self._perform(work)
+        for h, backend, slots in work:
+            perform(backend, slots, h)
         return loss
 
     @torch.no_grad()
@@ -232,7 +235,8 @@ class FOAM(Optimizer):
         """Step `p` of `group` alone; it is the optimizer's parameter `number`, counted over all groups."""
         check(group, read=False)
         self._keep(p, group, make=True)
-        self._perform(self._work(group, [(number, p)]))
+        for h, backend, slots in self._work(group, [(number, p)]):
+            perform(backend, slots, h)
 
     def check_ready(self) -> None:
         """Raise what a step of any parameter would raise for its options or its state, whatever its gradient."""
@@ -247,8 +251,9 @@ class FOAM(Optimizer):
         """What a step has to do for these (number, parameter) pairs of one group: a list of slots for each backend."""
         h = hyper(group)
         slots: dict[Backend, list[Slot]] = {}
-        chosen: dict[tuple[Any, ...], list[Slot]] = {}
+        chosen: dict[tuple[Any, ...], Backend] = {}
         wanted: dict[tuple[Any, ...], Any] = {}
+        together: list[Work] = []  # collective calls, in the order that is the same on all ranks
         for i, p in params:
             if (g := p.grad) is None:
                 continue
@@ -261,19 +266,19 @@ class FOAM(Optimizer):
                 if not fits(p, self.state[p], group, wanted):
                     self._keep(p, group, make=True)  # it may have been recast
                     check_kept(p, self.state[p], group)
-                kept = self.state[p]
+                slot = Slot(p, g, self.state[p], i)
+                if is_sharded(p):
+                    slot = here(slot, group)
+                p, g, kept, _, part = slot
                 kind = (p.device, p.dtype, p.ndim, p.is_contiguous(), type(p), type(g), *map(type, kept.values()))
                 if kind not in chosen:
-                    backend = choose(self.backend, p, group, (g, *kept.values()))
-                    chosen[kind] = slots.setdefault(backend, [])
+                    chosen[kind] = choose(self.backend, p, group, (g, *kept.values()))
                 check_held(p, g, kept)
-                chosen[kind].append(Slot(p, g, kept, i))
-        return [(h, backend, batch) for backend, batch in slots.items()]
-
-    def _perform(self, work: list[Work]) -> None:
-        for h, backend, slots in work:
-            torch._foreach_add_([slot.state["step"] for slot in slots], 1)
-            backend.update(slots, h)
+                if part and part.joins:
+                    together.append((h, chosen[kind], [slot]))
+                else:
+                    slots.setdefault(chosen[kind], []).append(slot)
+        return [*((h, backend, batch) for backend, batch in slots.items()), *together]
 
     # ------------------------------------------------------------------ diagnostics
 
@@ -282,7 +287,8 @@ class FOAM(Optimizer):
         """delta = |g - unfold(fold(g))| / |g| of every folded parameter that has a gradient now, in [0, 1].
 
         How much of the gradient folding leaves to the residual: 0 for a gradient constant over each block,
-        sqrt(1 - 1/B) for one without structure. Call it between backward() and step(); it costs nothing otherwise.
+        sqrt(1 - 1/B) for one without structure. Call it between backward() and step(); it costs nothing otherwise. Of
+        sharded gradients each is gathered: all ranks must call.
         Keys are parameter names where the groups hold them, else numbers.
         """
         ratios, number = {}, 0
@@ -291,7 +297,7 @@ class FOAM(Optimizer):
             number += len(group["params"])
             for name, p in zip(names, group["params"]):
                 if group["level"] != 0 and p.grad is not None:
-                    ratios[name] = residual_ratio(p.grad, group["level"])
+                    ratios[name] = residual_ratio(whole_tensor(p.grad), group["level"])
         return ratios
 
     # ------------------------------------------------------------------ save and load

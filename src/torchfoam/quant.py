@@ -22,6 +22,7 @@ from torch import Tensor
 
 # an integer, or a 0-dim int64 tensor: on a device whose step count the host must not wait for
 Key = int | Tensor
+First = int | Tensor  # the number of an element, or of the first of each row: int64
 _MASK = 0xFFFFFFFF
 
 
@@ -44,18 +45,22 @@ def noise_key(seed: int, step: Key, tensor: int, stream: int) -> Any:
     return mix(mix(mix(seed) ^ (step & _MASK)) ^ (4 * tensor + stream) & _MASK)
 
 
-def noise(key: Key, shape: torch.Size, device: torch.device, bits: int = 16, first: int = 0) -> Tensor:
+def noise(key: Key, shape: torch.Size, device: torch.device, bits: int = 16, first: First = 0) -> Tensor:
     """The low `bits` of each element's random bits, int32 in [0, 2**bits), shaped like the tensor to be rounded, or
-    like the part of it that begins with element `first`."""
-    n = shape.numel()
-    x = torch.arange(first, first + n, dtype=torch.int64, device=device).bitwise_and_(_MASK).bitwise_xor_(key)
+    like the part of it that begins with element `first`: of all, or [R], of each of its rows."""
+    if isinstance(first, Tensor):
+        along = torch.arange(shape[-1] if shape else 1, dtype=torch.int64, device=device)
+        x = (first.to(device)[:, None] + along).flatten()
+    else:
+        x = torch.arange(first, first + shape.numel(), dtype=torch.int64, device=device)
+    x.bitwise_and_(_MASK).bitwise_xor_(key)
     x.bitwise_xor_(x >> 16).mul_(0x7FEB352D).bitwise_and_(_MASK)
     x.bitwise_xor_(x >> 15).mul_(0x846CA68B).bitwise_and_(_MASK)
     x.bitwise_xor_(x >> 16).bitwise_and_((1 << bits) - 1)
     return x.to(torch.int32).view(shape)
 
 
-def round_stochastic(x: Tensor, key: Key, first: int = 0) -> Tensor:
+def round_stochastic(x: Tensor, key: Key, first: First = 0) -> Tensor:
     """Round float32 to bfloat16, up with probability proportional to the distance: E[result] = x.
 
     Values that bfloat16 holds exactly, infinities and NaN come through unchanged.
@@ -83,7 +88,7 @@ GROUP = 32  # codes that share an exponent byte
 _SHIFT = 19  # float32 has 23 mantissa bits, a code four
 
 
-def encode(x: Tensor, signed: bool, key: Key | None, first: int = 0) -> tuple[Tensor, Tensor]:
+def encode(x: Tensor, signed: bool, key: Key | None, first: First = 0) -> tuple[Tensor, Tensor]:
     """Codes and exponents of x along its last dimension: [*lead, W] float32 -> uint8 [*lead, W], [*lead, ceil(W / 32)].
 
     `key` seeds stochastic rounding (see `noise_key`); None rounds to nearest. Within range the relative error is at

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from .optim import FOAM
-from .shard import replicated
+from .shard import local, replicated, whole_tensor
 
 # optimizers whose gradients are released now
 _releasing: WeakSet[FOAM] = WeakSet()
@@ -88,13 +88,13 @@ class GradientRelease:
         norm = None
         if self.clip or self.skip_nonfinite:
             wide = torch.promote_types(p.grad.dtype, torch.float32)
-            norm = torch.linalg.vector_norm(p.grad, dtype=wide)
+            norm = whole_tensor(torch.linalg.vector_norm(p.grad, dtype=wide))
             self._norms.append(norm)
         if self.skip_nonfinite and norm is not None and not norm.isfinite():
             self.skipped += 1
         else:
             if self.clip and norm is not None:
-                p.grad.mul_((self.clip / (norm + 1e-6)).clamp(max=1.0))
+                local(p.grad).mul_((self.clip / (norm + 1e-6)).clamp(max=1.0))
             self.opt.step_parameter(p, group, number)
         p.grad = None
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .fold import Level, check_level, fold, row_length, unfold, width
+from .shard import Part
 from .values import PAIR, RATE, SWITCH, Kind, choice, number, option
 
 SECOND_MOMENTS = ("mean_square", "square_mean")
@@ -123,7 +124,7 @@ def mini(p: Tensor, g: Tensor, m: Tensor, v: Tensor, t: float | Tensor, h: Hyper
     p.sub_(M.div_(V.sqrt_().add_(h.eps)).mul_(h.lr * h.scale))
 
 
-def muon(p: Tensor, g: Tensor, m: Tensor, t: float | Tensor, h: Hyper) -> None:
+def muon(p: Tensor, g: Tensor, m: Tensor, t: float | Tensor, h: Hyper, part: Part | None = None) -> None:
     """FOAM with Muon: the momentum is folded, the residual re-added, the whole orthogonalised.
 
         m <- mu m + (1 - mu) fold(g)
@@ -134,8 +135,8 @@ def muon(p: Tensor, g: Tensor, m: Tensor, t: float | Tensor, h: Hyper) -> None:
                                                           0.2 sqrt(max(R, C)) for "match_rms_adamw"
 
     At level 0 this is torch.optim.Muon. A 3-D parameter is a stack of matrices (experts); one of more dimensions (a
-    convolution) is seen as [first, product of the others]. Shapes: p, g [*lead, C]; m [*lead, W]. Source:
-    torch.optim.Muon (2.13).
+    convolution) is seen as [first, product of the others]. Of a sharded parameter all are this rank's `part`; u is
+    gathered. Shapes: p, g [*lead, C]; m [*lead, W]. Source: torch.optim.Muon (2.13).
     """
     f = _fold(g, h)
     # m <- mu m + (1 - mu) fold(g)
@@ -146,14 +147,16 @@ def muon(p: Tensor, g: Tensor, m: Tensor, t: float | Tensor, h: Hyper) -> None:
         M.add_(_minus_r(f, g, h), alpha=-h.residual)
     # u = (1 - mu) g + mu M  (nesterov)  or  M
     u = (-g if h.maximize else g).lerp(M, h.momentum) if h.nesterov else M
-    u = u.flatten(1) if u.ndim > 3 else u
+    u = part.gather(u) if part else u
+    matrix = u.flatten(1) if u.ndim > 3 else u
     # adjust = sqrt(max(1, R / C))  or  0.2 sqrt(max(R, C))
-    R, C = u.shape[-2:]
+    R, C = matrix.shape[-2:]
     adjust = max(1.0, R / C) ** 0.5 if h.adjust_lr == "original" else 0.2 * max(R, C) ** 0.5
     # p <- p - lr weight_decay p
     _decay(p, h)
     # p <- p - lr alpha adjust orthogonal(u)
-    u, rate = orthogonal(u, h.eps).view_as(p), h.lr * h.scale * adjust
+    u, rate = orthogonal(matrix, h.eps).view_as(u), h.lr * h.scale * adjust
+    u = part.own(u) if part else u
     if isinstance(rate, Tensor):
         p.sub_(u.to(p.dtype).mul_(rate))
     else:

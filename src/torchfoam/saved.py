@@ -15,6 +15,7 @@ from .memory import held
 from .names import places
 from .options import IDENTITY, check
 from .quant import decode
+from .shard import cut_as, is_sharded, local, locals_of, same_ranks
 from .state import check_kept, new_state
 
 FORMAT = 2  # version of the state dict; rises when an older one needs translating
@@ -38,14 +39,14 @@ class Pair(NamedTuple):
 def load(opt: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Write a state dict into the tensors that `opt` holds, or raise ValueError with nothing changed."""
     loads = []
-    ours = {x.untyped_storage().data_ptr() for mine in opt.state.values() for x in mine.values()}
+    ours = {_address(x) for mine in opt.state.values() for x in mine.values()}
     for p, group, saved in match(opt, state_dict):
         if mine := opt.state.get(p):
             check_kept(p, mine, group)
         elif saved:
             mine = new_state(p, group)
         if mine:  # what another of our parameters holds would be overwritten before it is read
-            others = [k for k, x in saved.items() if x is not mine[k] and x.untyped_storage().data_ptr() in ours]
+            others = [k for k, x in saved.items() if x is not mine[k] and _address(x) in ours]
             loads.append((p, mine, {**saved, **{k: saved[k].clone() for k in others}}))
     changes = [
         {k: deepcopy(x) for k, x in upgraded(saved).items() if k not in ("params", "param_names")}
@@ -59,7 +60,11 @@ def load(opt: Optimizer, state_dict: Mapping[str, Any]) -> None:
     for p, mine, saved in loads:
         opt.state[p] = mine
         for name, x in mine.items():
-            x.copy_(saved[name]) if saved else x.zero_()
+            local(x).copy_(cut_as(x, saved[name])) if saved else local(x).zero_()
+
+
+def _address(x: Tensor) -> int:
+    return local(x).untyped_storage().data_ptr()
 
 
 def match(opt: Optimizer, state_dict: Mapping[str, Any]) -> list[Pair]:
@@ -87,7 +92,7 @@ def match(opt: Optimizer, state_dict: Mapping[str, Any]) -> list[Pair]:
         names = group.get("param_names") or [""] * len(order)
         for p, name, i in zip(group["params"], names, [saved["params"][j] for j in order]):
             label = f"{where}, parameter {i}" + f" ({name})" * bool(name)
-            _match_state(label, new_state(p, group, device="meta"), states.get(i, {}), p.is_meta)
+            _match_state(label, new_state(p, group, device="meta"), states.get(i, {}), p)
             pairs.append(Pair(p, group, states.get(i, {})))
     if strange := set(states) - set(numbers):
         raise ValueError(f"the state dict has the state of a parameter {strange.pop()!r} that none of its groups has")
@@ -167,28 +172,35 @@ def _order(where: str, group: dict[str, Any], saved: Mapping[str, Any]) -> list[
     return [i for i in order if i is not None]
 
 
-def _match_state(where: str, want: dict[str, Tensor], saved: Any, meta: bool) -> None:
+def _match_state(where: str, want: dict[str, Tensor], saved: Any, p: Tensor) -> None:
     if not isinstance(saved, Mapping):
         raise ValueError(f"{where}: the saved state is a {type(saved).__name__}")
     if saved and set(saved) != set(want):
         raise ValueError(f"{where}: saved state {sorted(map(str, saved))}, expected {sorted(want)}")
     for name, x in saved.items():
-        check_plain(where, name, x)
+        check_plain(where, name, x, p)
         counts = name == "step" and not x.is_complex()  # float32 in format 1, and other programs' choice
         if x.shape != want[name].shape or (x.dtype != want[name].dtype and not counts):
             raise ValueError(
                 f"{where}: {name} was saved as {x.dtype} {tuple(x.shape)}, "
                 f"this one has {want[name].dtype} {tuple(want[name].shape)}"
             )
-    if not meta:  # else there is nowhere to put values
+    if not local(p).is_meta:  # else there is nowhere to put values
         for name in saved:
             check_values(where, name, saved)
 
 
-def check_plain(where: str, name: str, x: Any) -> None:
-    """Raise ValueError unless `x` is a dense tensor of torch's own kind."""
+def check_plain(where: str, name: str, x: Any, p: Tensor | None = None) -> None:
+    """Raise ValueError unless `x` is a dense tensor of torch's own kind, or sharded over the ranks of `p`."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{where}: {name} is a {type(x).__name__}, not a tensor")
+    if is_sharded(x) and (p is None or not same_ranks(x, p)):
+        raise ValueError(
+            f"{where}: {name} is sharded over ranks (a DTensor), the parameter is not over the same ones: get the "
+            "state dict by get_optimizer_state_dict with full_state_dict=True, or load it by "
+            "torch.distributed.checkpoint"
+        )
+    x = local(x)
     if type(x) not in (Tensor, nn.Parameter, nn.Buffer) or x.layout != torch.strided:
         raise ValueError(f"{where}: {name} is a {type(x).__name__} ({x.layout}), not a plain dense tensor")
     if x.numel() and not x.is_meta and not held(x):
@@ -198,6 +210,7 @@ def check_plain(where: str, name: str, x: Any) -> None:
 def check_values(where: str, name: str, state: Mapping[str, Tensor]) -> None:
     """Raise ValueError for what no sound run leaves behind: NaN, an infinite first moment, a negative second one, a
     fraction of a step. (The square of a huge gradient may have been infinite.)"""
+    state = locals_of(state)
     x = state[name].detach()
     if x.is_meta:
         raise ValueError(f"{where}: {name} is on the meta device: it holds no values")

@@ -1,6 +1,7 @@
 """What is kept of a parameter between steps: which tensors, of which shape and dtype, and how they open and close.
 
-Every state but `step` has the parameter's own dim 0, so a state is sharded as its parameter is. The arithmetic is
+Every state but `step` has the parameter's own dim 0, so a state is sharded as its parameter is: a DTensor of a DTensor,
+which opens and closes on this rank's part (`locals_of`). The arithmetic is
 `rules.py`'s, the codes are `quant.py`'s.
 """
 
@@ -12,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fold import row_length
-from .quant import GROUP, Key, decode, encode, round_stochastic
+from .fold import block, row_length, width
+from .quant import GROUP, First, Key, decode, encode, round_stochastic
 from .rules import MOMENTS, moment_width
-from .shard import sharded
+from .shard import Part, is_sharded, local, locals_of, part, sharded
 
 STATES = ("float32", "bfloat16", "int8", "param")
 
@@ -27,13 +28,33 @@ def new_state(p: Tensor, group: Mapping[str, Any], device: str | None = None) ->
     step_device = where if group["capturable"] else device or "cpu"
     state = {"step": torch.zeros((), dtype=torch.int32, device=step_device)}
     dtype = moment_dtype(p, group["state"])
-    C = row_length(p)
+    C, mine = row_length(p), part_of(p, group) if device is None else None
+
+    def zeros(W: int) -> Tensor:
+        if mine:
+            return mine.zeros(W, dtype, where)
+        return torch.zeros((*p.shape[:-1], W) if p.ndim else (), dtype=dtype, device=where)
+
     for name in MOMENTS[group["rule"]]:
         W = moment_width(group["rule"], name, group["level"], C)
-        state[name] = torch.zeros((*p.shape[:-1], W) if p.ndim else (), dtype=dtype, device=where)
+        state[name] = zeros(W)
         if dtype == torch.uint8:
-            state[f"{name}_exponent"] = torch.zeros((*p.shape[:-1], -(-W // GROUP)), dtype=dtype, device=where)
+            state[f"{name}_exponent"] = zeros(-(-W // GROUP))
     return state
+
+
+def part_of(p: Tensor, group: Mapping[str, Any]) -> Part | None:
+    """What this rank holds of p and of its moments; None of a whole p.
+
+    A row can be cut between blocks, between groups of 32 blocks where these share an exponent, and not at all where a
+    moment is the whole row's."""
+    if not is_sharded(p):
+        return None
+    rule, level, C = group["rule"], group["level"], row_length(p)
+    unit = block(level, C) * (GROUP if moment_dtype(p, group["state"]) == torch.uint8 else 1)
+    if any(moment_width(rule, name, level, C) != width(level, C) for name in MOMENTS[rule]):
+        unit = C
+    return part(p, unit, matrix=rule == "muon")
 
 
 def follow(p: Tensor, kept: dict[str, Tensor], group: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -46,7 +67,7 @@ def follow(p: Tensor, kept: dict[str, Tensor], group: Mapping[str, Any]) -> dict
     home = p.device if group["capturable"] else step.device
     if m.device == p.device and m.dtype == dtype and step.device == home:
         return kept
-    if m.is_meta and not p.is_meta:
+    if local(m).is_meta and not local(p).is_meta:
         return {}
     moved = {name: x.to(p.device) for name, x in kept.items()} | {"step": step.to(home)}
     if m.dtype == dtype or not (group["state"] == "param" or torch.float64 in (m.dtype, dtype)):
@@ -55,7 +76,8 @@ def follow(p: Tensor, kept: dict[str, Tensor], group: Mapping[str, Any]) -> dict
     for name in MOMENTS[group["rule"]]:
         if name not in kept or kept[name].shape != new[name].shape:
             return moved  # that the group's options have changed is `check_kept`'s to say
-        close(new, name, open_moment(moved, name, torch.promote_types(p.dtype, torch.float32)), key=None)
+        wide = open_moment(locals_of(moved), name, torch.promote_types(p.dtype, torch.float32))
+        close(locals_of(new), name, wide, key=None)
     return new
 
 
@@ -114,9 +136,9 @@ def open_moment(state: dict[str, Tensor], name: str, dtype: torch.dtype) -> Tens
     return kept.to(dtype)
 
 
-def close(state: dict[str, Tensor], name: str, x: Tensor, key: Key | None, first: int = 0) -> None:
+def close(state: dict[str, Tensor], name: str, x: Tensor, key: Key | None, first: First = 0) -> None:
     """Write the computed x back to where it is kept; `key` seeds stochastic rounding, None rounds to nearest. Of a
-    part of a tensor, `first` is the place of its first element in the whole."""
+    part of a tensor, `first` is the place in the whole of its first element, or of its rows' first elements."""
     kept = state[name]
     if kept.dtype == torch.uint8:
         codes, exponents = encode(x.float(), name == "m", key, first)

@@ -2,6 +2,7 @@
 
 from . import cpu, eager, triton
 from .backend import BACKENDS, Backend, Slot, backends, choose, planned
+from .sharded import here, perform
 
 BACKENDS.update(
     eager=Backend("eager", eager.unavailable, eager.refuses, eager.update, wrapper=eager.wrapper),
@@ -9,4 +10,4 @@ BACKENDS.update(
     triton=Backend("triton", triton.unavailable, triton.refuses, triton.update),
 )
 
-__all__ = ["BACKENDS", "Backend", "Slot", "backends", "choose", "cpu", "eager", "planned", "triton"]
+__all__ = ["BACKENDS", "Backend", "Slot", "backends", "choose", "cpu", "eager", "here", "perform", "planned", "triton"]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..memory import imagined, whole
 from ..options import Options
-from ..shard import sharded
+from ..shard import Part, local, sharded
 from ..values import known_value
 
 
@@ -28,6 +28,7 @@ class Slot(NamedTuple):
     g: Tensor
     state: dict[str, Tensor]  # "step" (already counting this step) and the moments
     number: int  # the parameter's place among all of the optimizer's: seeds its rounding noise
+    part: Part | None = None  # what p, g and state are of a sharded parameter; None of a whole one
 
 
 def no_memory(p: Tensor, group: Mapping[str, Any]) -> str | None:
@@ -110,6 +111,7 @@ def choose(name: str | None, p: Tensor, group: Mapping[str, Any], others: Iterab
 def planned(name: str | None, p: Tensor, group: Mapping[str, Any], device: torch.device) -> Backend:
     """What `choose` would choose for p if it were on that device. Of a GPU that this machine lacks, all that the
     backends ask of a machine is taken to be there."""
+    p = local(p)
     if not whole(p) and not imagined(p):
         return choose(name, p, group)
     here = device.type != "cuda" or torch.cuda.is_available()

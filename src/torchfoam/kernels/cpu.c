@@ -166,7 +166,8 @@ typedef struct {
     int64_t rows, columns, block; /* block <= columns */
     int64_t dtypes;               /* of p, g and the moments: 4 bits each, from below */
     void *m_exponents, *v_exponents; /* of 8-bit codes */
-    int64_t number;               /* seeds the rounding noise */
+    int64_t number;               /* seeds the rounding noise, ... */
+    int64_t first, first_moment;  /* ... which is by the number of each element: those of p[0] and m[0] in the parameter */
 } Task;
 
 typedef struct {
@@ -196,6 +197,7 @@ static void tensor_of(const Task *t, const Hyper *h, Tensor *out) {
         *arrays[i] = (Array){
             .data = data[i], .exponents = i == 1 ? t->m_exponents : i == 2 ? t->v_exponents : NULL,
             .dtype = t->dtypes >> shift & 15, .stochastic = h->stochastic, .key = mix1(key ^ (uint32_t)(4 * t->number + i)),
+            .number = i ? t->first_moment : t->first,
         };
     }
 }

@@ -29,6 +29,7 @@ from ..fold import block
 from ..options import Options
 from ..quant import GROUP
 from .backend import Slot
+from .sharded import Run, runs
 
 SOURCE = Path(__file__).with_name("cpu.c")
 # no -ffast-math: NaN and infinity must come out as they do from the eager rule
@@ -36,7 +37,7 @@ FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", 
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the enum in cpu_storage.h, as is the next
 MOMENTS = {**FLOATS, torch.uint8: 3}
 MEND = "set CC to a working C compiler (gcc or clang) and look at CFLAGS"
-FIELDS = 12  # of the struct Task in cpu.c
+FIELDS = 14  # of the struct Task in cpu.c
 
 
 class Scalars(ctypes.Structure):
@@ -196,7 +197,7 @@ def step(function: Callable[..., int], slots: Sequence[Slot], h: Options, thread
     table: list[int] = []
     lengths: dict[int, int] = {}  # columns -> block length
     for slot in slots:
-        p, g, state, number = slot
+        p, g, state, number, _ = slot
         m, v = state["m"], state["v"]
         exponents = [state["m_exponent"], state["v_exponent"]] if m.dtype == torch.uint8 else []
         if not all(x.is_contiguous() for x in (p, g, m, v, *exponents)):
@@ -212,15 +213,33 @@ def step(function: Callable[..., int], slots: Sequence[Slot], h: Options, thread
                 f"cannot step {tuple(p.shape)} at level {h.level!r} with a gradient of {tuple(g.shape)} and moments of "
                 f"{tuple(m.shape)} {m.dtype} and {tuple(v.shape)} {v.dtype}"
             )
-        table += (
-            p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr(), state["step"].data_ptr(), rows, columns, B,
-            FLOATS[p.dtype] | FLOATS[g.dtype] << 4 | MOMENTS[m.dtype] << 8,
-            *([x.data_ptr() for x in exponents] or (0, 0)), number,
-        )  # fmt: skip
+        dtypes = FLOATS[p.dtype] | FLOATS[g.dtype] << 4 | MOMENTS[m.dtype] << 8
+        for run in _numbered(slot, h):
+            # where p, g, m, v and the exponents of this run begin
+            places = [x.data_ptr() + run.row * (x.nbytes // rows) for x in (p, g, m, v, *exponents)]
+            table += (
+                *places[:4], state["step"].data_ptr(), run.rows, columns, B, dtypes, *(places[4:] or (0, 0)), number,
+                run.first, run.first_moment,
+            )  # fmt: skip
     tasks = array("q", table)
     address, length = tasks.buffer_info()
     if length and function(address, length // FIELDS, scalars, threads, parallel):
         raise MemoryError("the CPU kernel could not allocate its partial sums")
+
+
+def _numbered(slot: Slot, h: Options) -> list[Run]:
+    """Rows whose elements are numbered one after the other; all at once where nothing is rounded by number."""
+    p, m = slot.p, slot.state["m"]
+    C, W = (p.shape[-1], m.shape[-1]) if p.ndim else (1, 1)
+    if slot.part is None or not h.stochastic or not {p.dtype, m.dtype} & {torch.bfloat16, torch.uint8}:
+        return [Run(0, p.numel() // C, 0, C, 0, W)]
+    if slot.part.row_length == C:
+        return runs(slot, h.level)
+    return [  # cut rows: each for itself
+        Run(x.row + i, 1, x.first + i * x.columns, C, x.first_moment + i * x.width, W)
+        for x in runs(slot, h.level)
+        for i in range(x.rows)
+    ]
 
 
 def _step_by_copy(function: Callable[..., int], slot: Slot, h: Options, threads: int, parallel: int | None) -> None:

@@ -103,8 +103,9 @@ INLINE vf quotient(vf M, vf V, float e2, int exact) { (void)exact; return M / (r
 
 enum { FLOAT32, BFLOAT16, FLOAT16, CODES };
 
-/* `first` is the place of data[0] in the tensor; exponents: those of 8-bit codes */
-typedef struct { void *data; uint8_t *exponents; long first; int dtype, stochastic; uint32_t key; } Array;
+/* `first` is the place of data[0] in the tensor; exponents: those of 8-bit codes; `number`: what noise counts the tensor's
+   element 0 as */
+typedef struct { void *data; uint8_t *exponents; long first; int dtype, stochastic; uint32_t key; long number; } Array;
 
 static long size_of(const Array *a) { return a->dtype == FLOAT32 ? 4 : 2; }
 static char *place(const Array *a, long at) { return (char *)a->data + (at - a->first) * size_of(a); }
@@ -159,7 +160,7 @@ static void widen_all(float *out, const uint16_t *x, long n, int dtype) {
 static void narrow_all(const Array *a, long at, long n, const float *x) {
     uint16_t *out = (uint16_t *)place(a, at);
     if (a->dtype == FLOAT16) narrow(out, x, n, 1, 0, 0, at);
-    else if (a->stochastic) narrow(out, x, n, 0, 1, a->key, at);
+    else if (a->stochastic) narrow(out, x, n, 0, 1, a->key, a->number + at);
     else narrow(out, x, n, 0, 0, 0, at);
 }
 
@@ -230,12 +231,12 @@ INLINE void groups(const Array *a, long W, long at, long n, float *x, const int 
     for (long left = W - at % W; n > 0; exponent++) {
         long len = left < GROUP ? left : GROUP;
         if (len == GROUP) {
-            if (closing) *exponent = encode(codes, x, is_signed, stochastic, a->key, at);
+            if (closing) *exponent = encode(codes, x, is_signed, stochastic, a->key, a->number + at);
             else decode(x, codes, *exponent, is_signed);
         } else { /* a row's last group, filled up with zeros */
             uint8_t c[GROUP] = {0};
             float y[GROUP] = {0};
-            if (closing) memcpy(y, x, 4 * len), *exponent = encode(c, y, is_signed, stochastic, a->key, at), memcpy(codes, c, len);
+            if (closing) memcpy(y, x, 4 * len), *exponent = encode(c, y, is_signed, stochastic, a->key, a->number + at), memcpy(codes, c, len);
             else memcpy(c, codes, len), decode(y, c, *exponent, is_signed), memcpy(x, y, 4 * len);
         }
         left = left == len ? W : left - len;

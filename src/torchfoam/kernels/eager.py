@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..memory import imagined
 from ..options import Options, hyper
-from ..quant import noise_key
-from ..rules import MOMENTS, RULES
+from ..quant import First, noise_key
+from ..rules import MOMENTS, RULES, moment_width
 from ..state import close, new_state, open_moment
 from .backend import Slot
 
@@ -70,7 +70,7 @@ def update(slots: Sequence[Slot], h: Options) -> None:
 def parts(slot: Slot, rule: str) -> Iterator[tuple[Slot, int]]:
     """The slot in slabs of rows, each with its first row: what is opened at once stays small, and no bit changes.
 
-    Muon needs the whole matrix; tensors with gaps and sharded ones are not cut.
+    Muon needs the whole matrix; tensors with gaps are not cut.
     """
     p = slot.p
     kept = {name: x for name, x in slot.state.items() if name != "step"}
@@ -107,9 +107,20 @@ def _step(slot: Slot, row: int, h: Options) -> None:
     elif step.is_cuda:
         t = step.double()  # 1 - 0.999 in float32 is off by 1e-5
     count = step.to(torch.int64) if isinstance(t, Tensor) else int(t)
-    RULES[h.rule](p, slot.g.to(dtype), *moments, t, h)
+    gathers = [slot.part] if slot.part and slot.part.matrix else []
+    RULES[h.rule](p, slot.g.to(dtype), *moments, t, h, *gathers)
     keyed = {"p": slot.p, **slot.state}
     for stream, (name, x) in enumerate(zip(("p", *MOMENTS[h.rule]), (p, *moments))):
         narrow = h.stochastic and keyed[name].dtype in (torch.bfloat16, torch.uint8)
         key = noise_key(h.seed, count, slot.number, stream) if narrow else None
-        close(keyed, name, x, key, first=row * keyed[name].shape[-1] if row else 0)
+        close(keyed, name, x, key, first=_first(slot, name, row, h) if narrow else 0)
+
+
+def _first(slot: Slot, name: str, row: int, h: Options) -> First:
+    """The numbers of the elements of p or a moment in the whole parameter, from `row` of what is here on."""
+    x = slot.p if name == "p" else slot.state[name]
+    if slot.part is None:
+        return row * x.shape[-1] if row else 0
+    C = slot.part.row_length
+    rows = x.numel() // max(x.shape[-1], 1) if x.ndim else 1
+    return slot.part.first(C if name == "p" else moment_width(h.rule, name, h.level, C))[row : row + rows]

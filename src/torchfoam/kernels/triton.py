@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from ctypes import c_float
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,11 +34,12 @@ from ..options import Options
 from ..quant import mix
 from ..state import moment_dtype
 from .backend import Slot
+from .sharded import Run, runs
 
 TILE = 2048  # entries a program holds, where a block is not longer
 LONGEST = 16384  # the longest block held in registers
 STRIDE = 8192  # entries of a longer block that are worked on at once
-FIELDS = 10  # of the table; see triton_adam.py
+FIELDS = 14  # of the table; see triton_adam.py
 FAR = 2**62  # "first program" of the table's unused columns
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -170,15 +172,15 @@ def plan(slots: Sequence[Slot], level: Level) -> Plan:
 def _signature(s: Slot) -> tuple[Any, ...]:
     m, v, step = s.state["m"], s.state["v"], s.state["step"]
     places = (s.p.data_ptr(), s.g.data_ptr(), m.data_ptr(), v.data_ptr(), step.data_ptr(), s.number)
-    return (*places, s.p.shape, s.p.dtype, s.g.dtype, m.dtype)
+    return (*places, s.p.shape, s.p.dtype, s.g.dtype, m.dtype, s.part)
 
 
 def build(slots: Sequence[Slot], level: Level, signature: tuple[Any, ...], spare: Tensor | None) -> Plan:
     """Sort slots into launches and put their tables on the device, in one copy."""
     kinds: dict[tuple[Any, ...], list[list[int]]] = {}
     programs: dict[tuple[Any, ...], int] = {}
-    for slot in slots:
-        kind, more, columns = describe(slot, level)
+    for piece, run in chain.from_iterable(pieces(slot, level) for slot in slots):
+        kind, more, columns = describe(piece, level, run)
         first = programs.get(kind, 0)
         kinds.setdefault(kind, []).append([first, *columns])
         programs[kind] = first + more
@@ -205,14 +207,27 @@ def build(slots: Sequence[Slot], level: Level, signature: tuple[Any, ...], spare
     return Plan(signature, [Launch(long, n, part, o) for (long, n, o), part in zip(made, parts)], host, spare)
 
 
-def describe(slot: Slot, level: Level) -> tuple[tuple[Any, ...], int, list[int]]:
+def pieces(slot: Slot, level: Level) -> Iterator[tuple[Slot, Run]]:
+    """A slot as tensors whose rows follow each other in the whole parameter."""
+    several = runs(slot, level)
+    if len(several) == 1:
+        yield slot, several[0]
+        return
+    p, g, *moments = (x.flatten(0, -2) for x in (slot.p, slot.g, slot.state["m"], slot.state["v"]))
+    for run in several:
+        here = slice(run.row, run.row + run.rows)
+        state = {**slot.state, "m": moments[0][here], "v": moments[1][here]}
+        yield slot._replace(p=p[here], g=g[here], state=state), run
+
+
+def describe(slot: Slot, level: Level, run: Run) -> tuple[tuple[Any, ...], int, list[int]]:
     """The kind of launch that fits a tensor (long, K, BP, flat, aligned, dtypes), its programs, its table fields."""
     p, g, m, v = slot.p, slot.g, slot.state["m"], slot.state["v"]
     C = row_length(p)
     B = block(level, C)
     BP = 1 << (B - 1).bit_length()
     long = BP > LONGEST
-    flat = BP == B and C % B == 0
+    flat = BP == B and C % B == 0 and run.columns == C
     R, C = (1, p.numel()) if flat else (p.numel() // C, C)
     W = -(-C // B)
     K = 1 if long else min(max(TILE // BP, 1), 1 << (W - 1).bit_length())
@@ -228,7 +243,8 @@ def describe(slot: Slot, level: Level) -> tuple[tuple[Any, ...], int, list[int]]
     kind = (long, K, STRIDE if long else BP, flat, aligned, p.dtype, g.dtype, m.dtype)
     step = slot.state["step"]
     address = step.data_ptr() if on_device(step) else 0
-    return kind, R * -(-W // K), [*places, address, slot.number, C, W, B]
+    numbers = [run.first, run.columns, run.first_moment, run.width]
+    return kind, R * -(-W // K), [*places, address, slot.number, C, W, B, *numbers]
 
 
 def warps(entries: int) -> int:

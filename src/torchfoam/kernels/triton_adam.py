@@ -3,6 +3,7 @@
 One launch steps many tensors. `table` is int64 [FIELDS, SLOTS], a column a tensor; its fields are
 
     0 first program   1 p   2 g   3 m   4 v   5 step (addresses)   6 noise number   7 C   8 W   9 B
+    10 number of p's first element in the whole parameter   11 from one row's first to the next's   12, 13 the same of m
 
 A program finds its tensor by counting the first programs not above its own number. Each reads g and p once, writes p
 once, and reads and writes its folded entries once. This room imports triton: import it only when a step is performed.
@@ -63,6 +64,14 @@ def _find(table, SLOTS: tl.constexpr):
 @triton.jit
 def _field(table, k: tl.constexpr, slot, SLOTS: tl.constexpr):
     return tl.load(table + k * SLOTS + slot)
+
+
+@triton.jit
+def _numbers(table, slot, SLOTS: tl.constexpr, row, inner, w):
+    # the numbers, in the whole parameter, of a row's entry `inner` and of its block w: rounding noise is by them
+    element = _field(table, 10, slot, SLOTS) + row * _field(table, 11, slot, SLOTS) + inner
+    moment = _field(table, 12, slot, SLOTS) + row * _field(table, 13, slot, SLOTS) + w
+    return element, moment
 
 
 @triton.jit
@@ -139,6 +148,7 @@ def adam_tile(
         j = tile.to(tl.int64) * K
         inner = j * BP
         start = inner
+        element, moment = _numbers(table, slot, SLOTS, 0, inner, j)
     else:
         W = _field(table, 8, slot, SLOTS)
         parts = ((W + K - 1) // K).to(tl.int32)
@@ -147,6 +157,7 @@ def adam_tile(
         j = row * W + w
         inner = w * BP
         start = row * C + inner
+        element, moment = _numbers(table, slot, SLOTS, row, inner, w)
     entries = tl.minimum(C - inner, K * BP).to(tl.int32)
     blocks = (entries + BP - 1) // BP
     if ALIGNED:
@@ -179,9 +190,9 @@ def adam_tile(
         m, v = _moments(m, v, f, tl.sum(g * g, 1) * share, beta1, rest1, beta2, rest2, SQUARE_MEAN)
         p = _step(p, m[:, None], v[:, None], g - f[:, None], rho, kappa, lr * scale, lr * decay, c1, c2, eps, WHOLE)
         p = tl.reshape(p, [K * BP])
-    tl.store(pp + start + e, _close(p, _key(seed, t, number, 0), start + e, P, STOCHASTIC), mask=inside)
-    tl.store(mm + j + k, _close(m, _key(seed, t, number, 1), j + k, S, STOCHASTIC), mask=kept)
-    tl.store(vv + j + k, _close(v, _key(seed, t, number, 2), j + k, S, STOCHASTIC), mask=kept)
+    tl.store(pp + start + e, _close(p, _key(seed, t, number, 0), element + e, P, STOCHASTIC), mask=inside)
+    tl.store(mm + j + k, _close(m, _key(seed, t, number, 1), moment + k, S, STOCHASTIC), mask=kept)
+    tl.store(vv + j + k, _close(v, _key(seed, t, number, 2), moment + k, S, STOCHASTIC), mask=kept)
 
 
 @triton.jit(do_not_specialize=["t", "seed"])
@@ -208,6 +219,7 @@ def adam_long(
     row = j // W
     inner = (j - row * W) * B
     start = row * C + inner
+    element, moment = _numbers(table, slot, SLOTS, row, inner, j - row * W)
     n = tl.minimum(B, C - inner)
     if ALIGNED:
         start = tl.multiple_of(start, 16)
@@ -233,6 +245,6 @@ def adam_long(
         if MAXIMIZE:
             g = -g
         p = _step(p, m, v, g - f, rho, kappa, lr * scale, lr * decay, c1, c2, eps, WHOLE)
-        tl.store(pp + start + i + e, _close(p, key, start + i + e, P, STOCHASTIC), mask=inside)
-    tl.store(mm + j, _close(m, _key(seed, t, number, 1), j, S, STOCHASTIC))
-    tl.store(vv + j, _close(v, _key(seed, t, number, 2), j, S, STOCHASTIC))
+        tl.store(pp + start + i + e, _close(p, key, element + i + e, P, STOCHASTIC), mask=inside)
+    tl.store(mm + j, _close(m, _key(seed, t, number, 1), moment, S, STOCHASTIC))
+    tl.store(vv + j, _close(v, _key(seed, t, number, 2), moment, S, STOCHASTIC))
