@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,22 @@ def test_the_rest_gets_a_line(tmp_path: Path, name: str, capsys: pytest.CaptureF
         train(small.config(tmp_path, tmp_path / "run", model=str(tmp_path)))
     assert main(["plan", str(tmp_path), "--gpu", "1GB"]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_a_refusal_is_all_that_is_said(tmp_path: Path) -> None:
+    """transformers logs a hint whenever it builds an encoder; we build it twice, and our line has the hint."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", **WIDE}))
+    architectures.small_copy.cache_clear()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        with pytest.raises(UserError, match="is_decoder"):
+            foamlab.plan(str(tmp_path), sequence=16)
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert not said
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "{", "", "\x00", '{"model_type": "llama"'])

@@ -378,6 +378,8 @@ def test_sizes(text, size):
         ("24QB", "unknown unit"),
         ("rtx-4091", "rtx-4090"),
         ("24", "24GB"),
+        ("4090", "did you mean rtx-4090.* 4090GB"),
+        ("4060", "did you mean rtx-4060 or rtx-4060-ti-16gb"),
         ("-3GB", "24GB"),
         ("0GB", "24GB"),
         ("9" * 400, "24GB"),

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them, and the memory of common cards."""
+"""Sizes in bytes as people write them, and the memory of common GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Card(NamedTuple):
     bfloat16: bool = True
 
 
-# memory as sold; a driver reports up to 3 % less
+# memory as sold; drivers report up to 3 % less
 CARDS: dict[str, Card] = {
     **{name: Card(size, bfloat16=False) for name, size in {
         "t4": 16 * GiB, "p100": 16 * GiB, "v100-16gb": 16 * GiB, "v100-32gb": 32 * GiB,
@@ -64,13 +64,15 @@ def card(text: str) -> Card:
     if found and found[2] in UNITS:
         size = int(min(float(found[1]) * UNITS[found[2]], 2**63))
         if size == 2**63:
-            raise UserError(f"no card has {text.strip()[:40]!r}: give a size such as 24GB")
+            raise UserError(f"no GPU has {text.strip()[:40]!r}: give a size such as 24GB")
         if not found[2] and size < 10**6:
-            raise UserError(f"a card of {size} bytes? give a unit: {text.strip()}GB or {text.strip()}GiB")
+            named = [known for known in CARDS if name in known.split("-")]
+            hint = f"did you mean {' or '.join(named)}? or " if named else ""
+            raise UserError(f"a GPU of {size} bytes? {hint}give a unit: {text.strip()}GB or {text.strip()}GiB")
         if size > 0:
             return Card(size)
     if found and found[2] not in UNITS:
         raise UserError(f"unknown unit in {text!r}: use MB, GB (10^9 bytes), MiB or GiB (2^30 bytes)")
     near = nearest(name, CARDS)
     hint = f"did you mean {near}? " if near else ""
-    raise UserError(f"unknown card or size {text!r}: {hint}give a size such as 24GB, or one of {', '.join(CARDS)}")
+    raise UserError(f"unknown GPU or size {text!r}: {hint}give a size such as 24GB, or one of {', '.join(CARDS)}")

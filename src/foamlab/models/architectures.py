@@ -130,12 +130,18 @@ def empty(config: Any, name: str, dtype: torch.dtype) -> nn.Module:
 def build(config: Any, dtype: torch.dtype) -> nn.Module:
     """A model with random weights, on the device that is torch's default, with torch's fused attention where it has."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     config.use_cache = False
-    # None is `scaled_dot_product_attention` where the family has it, and its own attention elsewhere
-    model: nn.Module = AutoModelForCausalLM.from_config(
-        config, attn_implementation=None, dtype=dtype, trust_remote_code=False
-    )
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # its hint to set is_decoder is part of our refusal, and a model is built twice
+    try:
+        # None is `scaled_dot_product_attention` where the family has it, and its own attention elsewhere
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            config, attn_implementation=None, dtype=dtype, trust_remote_code=False
+        )
+    finally:
+        logging.set_verbosity(verbosity)
     return model
 
 
