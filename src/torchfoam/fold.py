@@ -24,21 +24,22 @@ import torch
 from torch import Tensor
 
 Level = int | Literal["row"]
+HIGHEST = 30  # no row is longer than 2^30 entries: a higher level is a typing error
 
 
 def check_level(level: object) -> Level:
-    """Return `level` if it is an integer >= 0 or "row"; raise ValueError otherwise.
+    """Return `level` if it is an integer from 0 to 30 or "row"; raise ValueError otherwise.
 
     >>> check_level(2), check_level("row")
     (2, 'row')
     >>> check_level("2")
     Traceback (most recent call last):
-    ValueError: level must be an integer >= 0 or 'row', got '2'
+    ValueError: level must be an integer from 0 to 30 or 'row', got '2'
     """
     if level == "row":
         return "row"
-    if isinstance(level, bool) or not isinstance(level, int) or level < 0:
-        raise ValueError(f"level must be an integer >= 0 or 'row', got {level!r}")
+    if isinstance(level, bool) or not isinstance(level, int) or not 0 <= level <= HIGHEST:
+        raise ValueError(f"level must be an integer from 0 to {HIGHEST} or 'row', got {level!r:.80}")
     return level
 
 
@@ -58,7 +59,7 @@ def block(level: Level, columns: int) -> int:
     (4, 10, 10)
     """
     whole = max(columns, 1)
-    return whole if check_level(level) == "row" else min(1 << min(int(level), 62), whole)
+    return whole if check_level(level) == "row" else min(1 << int(level), whole)
 
 
 def width(level: Level, columns: int) -> int:

@@ -180,6 +180,7 @@ WRONG = {
     "train --dry_run --optimizer.name fom": r"did you mean foam\?",
     "train --dry_run --optimizer.options.levl 3": r"did you mean level\?",
     "train --dry_run --optimizer.options.level -3": "level must be",
+    "train --dry_run --optimizer.options.level 33": "level must be an integer from 0 to 30 or 'row', got 33",
     "train --dry_run --train.device tpu": "device",
     "models llama": "unknown model 'llama'",
     "presets demoo": r"did you mean demo\?",
