@@ -45,7 +45,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], width: int | Non
     *widths, last = [max(len(line[c]) for line in lines) for c in range(len(header))]
     lead = sum(w + 2 for w in widths)
     if lead + last <= width or not widths:
-        return "\n".join("  ".join([f"{x:<{w}}" for x, w in zip(line, widths)] + [line[-1]]).rstrip() for line in lines)
+        cells = [[f"{x:<{w}}" for x, w in zip(line, widths)] + [line[-1]] for line in lines]
+        return "\n".join("  ".join(row).rstrip() for row in cells)
     below = width - lead < LEAST
     indent = 4 if below else lead
     wrapped = []
@@ -67,7 +68,8 @@ def fitted(rows: Sequence[Sequence[str]], width: int = 0) -> str:
     if widest(whole := table(rows[0], rows[1:], sys.maxsize)) <= width:
         return whole
     turned = [list(row) for row in zip(*rows)]
-    parts, first = [], 1
+    parts = []
+    first = 1
     while first < len(turned[0]):
         last = first + 1
         while last < len(turned[0]) and widest(_part(turned, first, last + 1)) <= width:

@@ -77,7 +77,8 @@ def parse(command: Command, args: Words) -> tuple[list[Any], dict[str, Any]]:
             options = setting.startswith(settings.OPTIONS)
             values = _merged(values, {setting: parse_yaml(value, f"--{setting}") if options else value})
         else:
-            hint = f"did you mean --{near}?" if (near := nearest(key, own)) else f"see `foamlab {command.name} --help`"
+            near = nearest(key, own)
+            hint = f"did you mean --{near}?" if near else f"see `foamlab {command.name} --help`"
             raise UserError(f"unknown setting --{key}: {hint}")
     if with_config:
         given_first = _given_first(command, first, str(flags.get("resume", "")))

@@ -125,7 +125,8 @@ class Watch:
 
     def line(self) -> str:
         """Step, loss, perplexity, learning rate, speed and memory, as far as known."""
-        e, steps = self.last, self.facts.get("steps", 0)
+        e = self.last
+        steps = self.facts.get("steps", 0)
         size = self.facts["bytes"]
         parts = [
             f"loss {e['loss']:.4f}",
@@ -140,7 +141,8 @@ class Watch:
 
     def left(self) -> str:
         """Time left at the current speed."""
-        speed, tokens = self.last.get("tokens_per_second"), self.facts.get("tokens_per_step")
+        speed = self.last.get("tokens_per_second")
+        tokens = self.facts.get("tokens_per_step")
         if not speed or not tokens:
             return ""
         return f"{_clock((self.facts['steps'] - self.last['step']) * tokens / speed)} left"
@@ -151,7 +153,9 @@ class Plain(Watch):
 
     def __init__(self, stream: TextIO, interval: float) -> None:
         super().__init__()
-        self.stream, self.interval, self.spoke = stream, interval, -math.inf
+        self.stream = stream
+        self.interval = interval
+        self.spoke = -math.inf
 
     def say(self, text: str, style: str = "") -> None:
         print(text, file=self.stream, flush=True)

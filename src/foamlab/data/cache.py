@@ -129,7 +129,8 @@ def _built(
     folder: Path, about: dict[str, Any], source: Source, config: DataConfig, progress: Progress
 ) -> dict[str, Any]:
     """Build the cache, unless another process does."""
-    root, building = folder.parent, folder.with_name(f".building-{folder.name}")
+    root = folder.parent
+    building = folder.with_name(f".building-{folder.name}")
     try:
         root.mkdir(parents=True, exist_ok=True)
         with _alone(root / f".{folder.name}.lock", progress):
@@ -179,7 +180,8 @@ class _Writer:
     def __init__(self, folder: Path, split: str, dtype: np.dtype, eos: int, stack: ExitStack) -> None:
         self.tokens: BinaryIO = stack.enter_context((folder / f"{split}.bin").open("wb"))
         self.offsets: BinaryIO = stack.enter_context((folder / f"{split}.offsets").open("wb"))
-        self.dtype, self.eos = dtype, np.array([eos], dtype)
+        self.dtype = dtype
+        self.eos = np.array([eos], dtype)
         self.end = 0
         self.offsets.write(np.int64(0).tobytes())
 
@@ -193,7 +195,8 @@ class _Writer:
 
 
 def _build(folder: Path, about: dict[str, Any], source: Source, config: DataConfig, progress: Progress) -> None:
-    losses, chosen = Losses(), []
+    losses = Losses()
+    chosen = []
     if config.limit and not source.stream:
         progress({"stage": "hash", "share": None})
         chosen = [lowest(source.read(losses), config)]
@@ -209,7 +212,8 @@ def _build(folder: Path, about: dict[str, Any], source: Source, config: DataConf
                 writers[piece.split].add(ids, piece.ends)
             _report(progress, distinct, source, sum(writer.end for writer in writers.values()))
     texts.close()  # only then is all of a stream counted
-    counts, warnings = distinct.counts, losses.warnings()
+    counts = distinct.counts
+    warnings = losses.warnings()
     if not counts["documents"]:
         aside = ", ".join(f"{number} {name}" for name, number in counts.items() if number)
         why = "; ".join([aside or "no documents", *warnings])
@@ -235,9 +239,13 @@ def _build(folder: Path, about: dict[str, Any], source: Source, config: DataConf
 
 def _report(progress: Progress, distinct: Distinct, source: Source, tokens: int) -> None:
     """Progress: share of the requested documents, of the bytes on disk, or unknown."""
-    documents, size = distinct.counts["documents"], distinct.counts["bytes"]
-    share = documents / distinct.limit if distinct.limit else size / source.size if source.size else None
-    share = share and min(share, 1.0)
+    documents = distinct.counts["documents"]
+    size = distinct.counts["bytes"]
+    share = None
+    if distinct.limit:
+        share = min(documents / distinct.limit, 1.0)
+    elif source.size:
+        share = min(size / source.size, 1.0)
     progress({"stage": "tokens", "share": share, "documents": documents, "bytes": size, "tokens": tokens})
 
 
@@ -246,7 +254,8 @@ def _tokenizer(config: DataConfig, documents: Iterator[Piece], progress: Progres
     if identify(config.tokenizer)["kind"] != "bpe":
         return make(config.tokenizer, iter(())), documents
     progress({"stage": "tokenizer", "share": None})
-    head, size = [], 0
+    head = []
+    size = 0
     for document in documents:
         head.append(document)
         size += len(document.text)

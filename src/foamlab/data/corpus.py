@@ -86,7 +86,10 @@ class Corpus:
     """
 
     def __init__(self, folder: Path, about: dict[str, Any], config: DataConfig, seed: int) -> None:
-        self.folder, self.about, self.config, self.seed = folder, about, config, seed
+        self.folder = folder
+        self.about = about
+        self.config = config
+        self.seed = seed
         self.tokenizer = Tokenizer.load(folder)
         self.vocab_size: int = about["vocab_size"]
         self.warnings: list[str] = about["warnings"]
@@ -148,14 +151,18 @@ class Corpus:
         return self._gather(split, chosen)
 
     def _gather(self, split: Split, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        tokens, offsets, length = self._tokens[split], self._offsets[split], self.config.sequence
+        tokens = self._tokens[split]
+        offsets = self._offsets[split]
+        length = self.config.sequence
         inputs = np.full((len(chosen), length), self.tokenizer.pad_id, np.int64)
         labels = np.full((len(chosen), length), IGNORED, np.int64)
         for i, row in enumerate(chosen.tolist()):
             if self.config.mode == "paper":
-                start, end = int(offsets[row]), min(int(offsets[row + 1]), int(offsets[row]) + length + 1)
+                start = int(offsets[row])
+                end = min(int(offsets[row + 1]), start + length + 1)
             else:
-                start, end = row * length, row * length + length + 1
+                start = row * length
+                end = start + length + 1
             inputs[i, : min(length, end - start)] = tokens[start : min(end, start + length)]
             labels[i, : end - start - 1] = tokens[start + 1 : end]
         return inputs, labels

@@ -40,7 +40,10 @@ class Distinct:
     """
 
     def __init__(self, texts: Iterator[str], config: DataConfig, bound: bytes = b"\xff" * 8) -> None:
-        self.texts, self.limit, self.share, self.bound = texts, config.limit, config.validation, bound
+        self.texts = texts
+        self.bound = bound
+        self.limit = config.limit
+        self.share = config.validation
         self.whole = config.version == 1
         self.counts = {"documents": 0, "bytes": 0, "duplicates": 0, "blank": 0, "not_unicode": 0}
 
@@ -63,12 +66,14 @@ class Distinct:
 
     def passages(self, text: str) -> Iterator[Piece]:
         """The document in as few parts as its passages' splits allow."""
-        for split, parts in groupby(cut(text, PASSAGE, PASSAGE // 2), lambda part: self.split(_digest(part.encode()))):
+        passages = cut(text, PASSAGE, PASSAGE // 2)
+        for split, parts in groupby(passages, lambda part: self.split(_digest(part.encode()))):
             yield Piece("".join(parts), split)
 
     def distinct(self) -> Iterator[tuple[str, int, bytes]]:
         """(text, its bytes, its hash) of every document, without duplicates."""
-        counts, seen = self.counts, set()
+        counts = self.counts
+        seen = set()
         for text in self.texts:
             if not text.strip():
                 counts["blank"] += 1
@@ -97,7 +102,13 @@ def lowest(texts: Iterator[str], config: DataConfig) -> bytes:
 
 
 def cut(text: str, size: int, slack: int = 0) -> Iterator[str]:
-    """Parts of `size` characters or, where there is a line end to cut at, fewer; the last up to `slack` longer."""
+    """Parts of `size` characters or, where there is a line end to cut at, fewer.
+
+    Args:
+        text: what to cut.
+        size: characters per part.
+        slack: by how much the last part may be longer.
+    """
     start = 0
     while len(text) - start > size + slack:
         end = text.rfind("\n", start, start + size) + 1 or start + size

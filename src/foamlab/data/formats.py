@@ -62,7 +62,8 @@ class Rows:
         Raises:
             UserError: the column is in no row, holds no text, or cannot be determined.
         """
-        rows, held = iter(rows), []
+        rows = iter(rows)
+        held = []
         for row in rows:
             held.append(row)
             if len(held) == LOOK or (isinstance(row, Mapping) and self._settles(row)):
@@ -227,7 +228,8 @@ def _parquet(stream: BinaryIO, rows: Rows) -> Iterator[str]:
         raise UserError(f"reading {rows.where} needs the package pyarrow: pip install 'torchfoam[hub]'") from None
     whole = rows.where.lower().endswith(".parquet")  # parquet is read from its end: unpack what is packed
     file = pyarrow.parquet.ParquetFile(stream if whole else io.BytesIO(stream.read()))
-    types, header = pyarrow.types, {}
+    types = pyarrow.types
+    header = {}
     for column in file.schema_arrow:
         kind = column.type.value_type if types.is_dictionary(column.type) else column.type
         header[column.name] = "" if types.is_string(kind) or types.is_large_string(kind) else kind

@@ -141,9 +141,20 @@ def _local(
     column: str = "",
     **about: Any,
 ) -> Source:
-    """A source of local files, given as (name, path) in reading order and named by a hash of what they hold."""
-    column, sizes = config.column or column, [path.stat().st_size for _, path in files]
-    total, done = sum(sizes), 0
+    """A source of local files, identified by a hash of their content.
+
+    Args:
+        files: (name, path) of each, in reading order.
+        config: column and data version.
+        progress: called while the files are hashed.
+        clean: applied to every document.
+        column: the text column unless the settings name one.
+        about: further facts for the record.
+    """
+    column = config.column or column
+    sizes = [path.stat().st_size for _, path in files]
+    total = sum(sizes)
+    done = 0
     digest = hashlib.sha256()
     for (_, path), size in zip(files, sizes):
         content = hashlib.sha256()
@@ -158,7 +169,8 @@ def _local(
         unreadable: list[str] = []
         foreign: list[str] = []
         for (name, path), size in zip(files, sizes):
-            rows, broken = Rows(str(path), column, config.version == 1), False
+            rows = Rows(str(path), column, first=config.version == 1)
+            broken = False
             try:
                 for text in read_file(path, rows):
                     yield clean(text) if clean else text

@@ -10,8 +10,8 @@ def datasets() -> str:
     """List the data sets for `--data.name`."""
     from ...data.sources import DATASETS
 
-    rows = [(f"{name}:{entry.argument}" if entry.argument else name, entry.help) for name, entry in DATASETS.items()]
-    return table(("data", ""), rows)
+    names = {name: f"{name}:{entry.argument}" if entry.argument else name for name, entry in DATASETS.items()}
+    return table(("data", ""), [(names[name], entry.help) for name, entry in DATASETS.items()])
 
 
 COMMAND = Command(

@@ -19,7 +19,8 @@ def optimizers(name: str = "", /) -> str:
 
     if not name:
         rows = [
-            (n, f"{e.lr:g}", f"{e.scale:g}", f"{e.betas[0]:g} {e.betas[1]:g}", e.help) for n, e in OPTIMIZERS.items()
+            (known, f"{e.lr:g}", f"{e.scale:g}", f"{e.betas[0]:g} {e.betas[1]:g}", e.help)
+            for known, e in OPTIMIZERS.items()
         ]
         return table(("optimizer", "lr", "scale", "betas", ""), rows)
     entry = OPTIMIZERS[known_name(name, OPTIMIZERS, "optimizer")]

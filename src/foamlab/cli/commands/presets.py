@@ -16,8 +16,8 @@ def presets(name: str = "", /) -> str:
     """
     if name:
         return recipe(name).read_text(encoding="utf-8")
-    heads = [(path.stem, path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")) for path in recipes().values()]
-    return table(("preset", ""), heads)
+    texts = {known: path.read_text(encoding="utf-8") for known, path in recipes().items()}
+    return table(("preset", ""), [(known, text.splitlines()[0].lstrip("# ")) for known, text in texts.items()])
 
 
 COMMAND = Command(
