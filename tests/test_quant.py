@@ -15,7 +15,12 @@ def test_mix_is_a_permutation_and_the_tensor_form_agrees() -> None:
     assert len({mix(x) for x in range(1 << 16)}) == 1 << 16
     key = noise_key(seed=-3, step=7, tensor=2, stream=1)
     bits = noise(key, torch.Size([5, 7]), torch.device("cpu"))
-    assert bits.flatten().tolist() == [mix(key ^ i) & 0xFFFF for i in range(35)]
+    want = [mix(key ^ i // 2) >> i % 2 * 16 & 0xFFFF for i in range(35)]
+    assert bits.flatten().tolist() == want
+    for first in range(1, 35):  # the part of a tensor that begins anywhere
+        assert noise(key, torch.Size([35 - first]), torch.device("cpu"), first).tolist() == want[first:]
+    rows = noise(key, torch.Size([3, 4]), torch.device("cpu"), torch.tensor([5, 12, 30]))  # rows numbered for themselves
+    assert rows.tolist() == [want[5:9], want[12:16], want[30:34]]
 
 
 def test_noise_differs_by_seed_step_tensor_and_stream() -> None:

@@ -1,105 +1,10 @@
-/* Vectors of N floats, and how numbers are kept narrower than they are computed: bfloat16, float16, and 8-bit codes.
-   The bits are those of quant.py, noise included. Included by cpu.c. */
+/* How numbers are kept narrower than they are computed: bfloat16, float16, and 8-bit codes. The bits are those of quant.py,
+   noise included. Included by cpu.c.
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+   Two bfloat16 numbers lie in one word of 32 bits, and so do the random bits of two neighbours: numbers are opened, and
+   rounded, as those of even and those of odd place in two vectors, without moving any of them between lanes. */
 
-#define INLINE static inline __attribute__((always_inline))
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-#define MAX(a, b) ((a) > (b) ? (a) : (b))
-
-/* ------------------------------------------------------------------ vectors of N floats */
-
-#if defined(__AVX512F__) && defined(__AVX512DQ__)
-#include <immintrin.h>
-enum { N = 16 };
-#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-#include <immintrin.h>
-enum { N = 8 };
-#else
-enum { N = 4 };
-#endif
-typedef float vf __attribute__((vector_size(4 * N)));
-typedef int32_t vi __attribute__((vector_size(4 * N)));
-typedef uint32_t vu __attribute__((vector_size(4 * N)));
-typedef uint16_t vh __attribute__((vector_size(2 * N)));
-typedef uint8_t vb __attribute__((vector_size(N)));
-
-INLINE vf load(const float *x) { vf y; memcpy(&y, x, sizeof y); return y; }
-INLINE void store(float *x, vf y) { memcpy(x, &y, sizeof y); }
-INLINE vf all(float x) { return x - (vf){0}; }
-INLINE vu iota(void) { vu x; for (int i = 0; i < N; i++) x[i] = i; return x; }
-INLINE vi choose(vi mask, vi a, vi b) { return (a & mask) | (b & ~mask); }
-
-#if defined(__AVX512F__) && defined(__AVX512DQ__)
-
-INLINE vf even(vf a, vf b) { return _mm512_permutex2var_ps(a, (__m512i)(iota() * 2), b); }
-INLINE vf odd(vf a, vf b) { return _mm512_permutex2var_ps(a, (__m512i)(iota() * 2 + 1), b); }
-INLINE vf permute(vf x, vu lanes) { return _mm512_permutexvar_ps((__m512i)lanes, x); }
-INLINE vi larger(vi a, vi b) { return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b); }
-INLINE vi smaller(vi a, vi b) { return (vi)_mm512_min_epi32((__m512i)a, (__m512i)b); }
-INLINE vi from_bytes(vb x) { return (vi)_mm512_cvtepu8_epi32((__m128i)x); }
-INLINE vb to_bytes(vi x) { return (vb)_mm512_cvtepi32_epi8((__m512i)x); }
-INLINE vf from_half(vh x) { return _mm512_cvtph_ps((__m256i)x); }
-INLINE vh to_half(vf x) { return (vh)_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
-
-/* M / (2 sqrt(V) + e2). The root and the quotient start from 14-bit estimates and take one Newton step each (relative error
-   2^-28 before rounding): three times faster than the exact instructions, which serve the lanes where V is 0, denormal,
-   infinite or NaN, for those must end as in plain arithmetic. */
-INLINE vf quotient(vf M, vf V, float e2, int exact) {
-    vf y = _mm512_rsqrt14_ps(V), s = V * y;
-    vf d = _mm512_fmadd_ps(y, _mm512_fnmadd_ps(s, s, V), _mm512_fmadd_ps(s, all(2), all(e2)));
-    vf x = _mm512_rcp14_ps(d), u = M * x;
-    u = _mm512_fmadd_ps(u, _mm512_fnmadd_ps(d, x, all(1)), u);
-    __mmask16 special = _mm512_fpclass_ps_mask(V, 0xff);
-    if (__builtin_expect(special | exact, 0))
-        u = _mm512_mask_div_ps(u, exact ? 0xffff : special, M, _mm512_sqrt_ps(V) * 2 + e2);
-    return u;
-}
-
-#else
-
-#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-
-INLINE vf in_order(vf x) { return (vf)_mm256_permute4x64_pd((__m256d)x, 0xd8); }
-INLINE vf even(vf a, vf b) { return in_order(_mm256_shuffle_ps(a, b, 0x88)); }
-INLINE vf odd(vf a, vf b) { return in_order(_mm256_shuffle_ps(a, b, 0xdd)); }
-INLINE vf permute(vf x, vu lanes) { return _mm256_permutevar8x32_ps(x, (__m256i)lanes); }
-INLINE vi larger(vi a, vi b) { return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b); }
-INLINE vi smaller(vi a, vi b) { return (vi)_mm256_min_epi32((__m256i)a, (__m256i)b); }
-INLINE vi from_bytes(vb x) { int64_t y; memcpy(&y, &x, 8); return (vi)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(y)); }
-INLINE vb to_bytes(vi x) {
-    __m256i low = _mm256_shuffle_epi8((__m256i)x, _mm256_set1_epi32(0x0c080400)); /* a half's low bytes, four times */
-    vb y;
-    memcpy(&y, (int32_t[]){_mm256_extract_epi32(low, 0), _mm256_extract_epi32(low, 4)}, 8);
-    return y;
-}
-INLINE vf from_half(vh x) { return _mm256_cvtph_ps((__m128i)x); }
-INLINE vh to_half(vf x) { return (vh)_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
-INLINE vf root(vf x) { return _mm256_sqrt_ps(x); }
-
-#else
-
-INLINE vf even(vf a, vf b) { return (vf){a[0], a[2], b[0], b[2]}; }
-INLINE vf odd(vf a, vf b) { return (vf){a[1], a[3], b[1], b[3]}; }
-INLINE vf permute(vf x, vu lanes) { return (vf){x[lanes[0]], x[lanes[1]], x[lanes[2]], x[lanes[3]]}; }
-INLINE vi larger(vi a, vi b) { return choose(a > b, a, b); }
-INLINE vi smaller(vi a, vi b) { return choose(a < b, a, b); }
-INLINE vi from_bytes(vb x) { return __builtin_convertvector(x, vi); }
-INLINE vb to_bytes(vi x) { return __builtin_convertvector(x, vb); }
-INLINE vf root(vf x) { for (int i = 0; i < N; i++) x[i] = sqrtf(x[i]); return x; }
-INLINE vf from_half(vh x) { vf y; for (int i = 0; i < N; i++) { _Float16 h; memcpy(&h, (uint16_t *)&x + i, 2); y[i] = h; } return y; }
-INLINE vh to_half(vf x) { vh y; for (int i = 0; i < N; i++) { _Float16 h = x[i]; memcpy((uint16_t *)&y + i, &h, 2); } return y; }
-
-#endif
-
-/* M / (2 sqrt(V) + e2) */
-INLINE vf quotient(vf M, vf V, float e2, int exact) { (void)exact; return M / (root(V) * 2 + e2); }
-
-#endif
-
-/* ------------------------------------------------------------------ storage */
+#include "cpu_vectors.h"
 
 enum { FLOAT32, BFLOAT16, FLOAT16, CODES };
 
@@ -107,8 +12,10 @@ enum { FLOAT32, BFLOAT16, FLOAT16, CODES };
    element 0 as */
 typedef struct { void *data; uint8_t *exponents; long first; int dtype, stochastic; uint32_t key; long number; } Array;
 
-static long size_of(const Array *a) { return a->dtype == FLOAT32 ? 4 : 2; }
+static long size_of(const Array *a) { return a->dtype == FLOAT32 ? 4 : a->dtype == CODES ? 1 : 2; }
 static char *place(const Array *a, long at) { return (char *)a->data + (at - a->first) * size_of(a); }
+
+/* ------------------------------------------------------------------ noise */
 
 /* lowbias32, as in quant.py */
 INLINE vu mix(vu x) {
@@ -118,45 +25,67 @@ INLINE vu mix(vu x) {
 }
 static uint32_t mix1(uint32_t x) { return mix((vu){0} + x)[0]; }
 
-/* To bfloat16: bits + noise, then the low half falls away: up with probability proportional to the distance. To nearest:
-   half a unit in place of the noise, ties to even. Infinity has no low half to carry from; NaN becomes one that has none. */
-INLINE vh to_bfloat16(vf x, const int stochastic, uint32_t key, uint64_t element) {
-    vu nan = (vu)(x != x), bits = ((vu)x & ~nan) | (nan & 0x7fc00000u);
-    if (stochastic) bits += mix((iota() + (uint32_t)element) ^ key) & 0xffffu;
-    else bits += ((bits >> 16) & 1) + 0x7fffu;
-    return __builtin_convertvector(bits >> 16, vh);
+/* 16 random bits for each of 2N elements: those of even and those of odd place from `element` on */
+typedef struct { vu a, b; } Draws;
+INLINE Draws draws(uint32_t key, uint64_t element) {
+    vu word = mix((iota() + (uint32_t)(element >> 1)) ^ key);
+    if (element & 1) return (Draws){word >> 16, mix((iota() + (uint32_t)(element >> 1) + 1) ^ key) & 0xffff};
+    return (Draws){word & 0xffff, word >> 16};
 }
-INLINE vf from_bfloat16(vh x) { return (vf)(__builtin_convertvector(x, vu) << 16); }
+
+/* ------------------------------------------------------------------ bfloat16 and float16 */
+
+INLINE Two quiet_two(Two x) { return (Two){quiet(x.a), quiet(x.b)}; }
+INLINE Two split(Two x) { return (Two){even(x.a, x.b), odd(x.a, x.b)}; }
+
+/* 2N numbers, even and odd places apart */
+INLINE Two open_pairs(const void *x) {
+    vu word;
+    memcpy(&word, x, sizeof word);
+    return (Two){(vf)(word << 16), (vf)(word & 0xffff0000u)};
+}
+/* Bits + noise, then the low half falls away: up with probability proportional to the distance. To nearest: half a unit in
+   place of the noise, ties to even. Infinity has no low half to carry from; NaN must be quiet(). */
+INLINE void close_pairs(void *out, Two x, const int stochastic, uint32_t key, uint64_t element) {
+    vu a = (vu)x.a, b = (vu)x.b;
+    Draws r = stochastic ? draws(key, element) : (Draws){((a >> 16) & 1) + 0x7fff, ((b >> 16) & 1) + 0x7fff};
+    vu word = (a + r.a) >> 16 | ((b + r.b) & 0xffff0000u);
+    memcpy(out, &word, sizeof word);
+}
+
+INLINE Two open_half(const void *x) {
+    vh y[2];
+    memcpy(y, x, sizeof y);
+    return (Two){from_half(y[0]), from_half(y[1])};
+}
+INLINE void close_half(void *out, Two x) { memcpy(out, (vh[]){to_half(x.a), to_half(x.b)}, 4 * N); }
 
 INLINE void widen(float *out, const uint16_t *x, long n, const int half) {
     long i = 0;
-    vh y;
-    for (; i + N <= n; i += N) memcpy(&y, x + i, sizeof y), store(out + i, half ? from_half(y) : from_bfloat16(y));
+    for (; i + 2 * N <= n; i += 2 * N) store_two(out + i, half ? open_half(x + i) : interleave(open_pairs(x + i)));
     if (i == n) return;
-    uint16_t rest[N] = {0};
-    float z[N];
-    memcpy(rest, x + i, 2 * (n - i)), memcpy(&y, rest, sizeof y);
-    store(z, half ? from_half(y) : from_bfloat16(y));
-    memcpy(out + i, z, 4 * (n - i));
+    uint16_t rest[2 * N] = {0};
+    float y[2 * N];
+    memcpy(rest, x + i, 2 * (n - i));
+    store_two(y, half ? open_half(rest) : interleave(open_pairs(rest)));
+    memcpy(out + i, y, 4 * (n - i));
 }
 
 INLINE void narrow(uint16_t *out, const float *x, long n, const int half, const int stochastic, uint32_t key, long at) {
     long i = 0;
-    for (; i + N <= n; i += N) {
-        vh y = half ? to_half(load(x + i)) : to_bfloat16(load(x + i), stochastic, key, at + i);
-        memcpy(out + i, &y, sizeof y);
+    for (; i + 2 * N <= n; i += 2 * N) {
+        if (half) close_half(out + i, load_two(x + i));
+        else close_pairs(out + i, quiet_two(split(load_two(x + i))), stochastic, key, at + i);
     }
     if (i == n) return;
-    float rest[N] = {0};
+    float rest[2 * N] = {0};
+    uint16_t y[2 * N];
     memcpy(rest, x + i, 4 * (n - i));
-    vh y = half ? to_half(load(rest)) : to_bfloat16(load(rest), stochastic, key, at + i);
-    memcpy(out + i, &y, 2 * (n - i));
+    if (half) close_half(y, load_two(rest));
+    else close_pairs(y, quiet_two(split(load_two(rest))), stochastic, key, at + i);
+    memcpy(out + i, y, 2 * (n - i));
 }
 
-static void widen_all(float *out, const uint16_t *x, long n, int dtype) {
-    if (dtype == FLOAT16) widen(out, x, n, 1);
-    else widen(out, x, n, 0);
-}
 static void narrow_all(const Array *a, long at, long n, const float *x) {
     uint16_t *out = (uint16_t *)place(a, at);
     if (a->dtype == FLOAT16) narrow(out, x, n, 1, 0, 0, at);
@@ -167,7 +96,8 @@ static void narrow_all(const Array *a, long at, long n, const float *x) {
 /* n numbers of `a` from `at` on, as floats in `buffer` */
 static void copy_in(const Array *a, long at, long n, float *buffer) {
     if (a->dtype == FLOAT32) memcpy(buffer, place(a, at), 4 * n);
-    else widen_all(buffer, (uint16_t *)place(a, at), n, a->dtype);
+    else if (a->dtype == FLOAT16) widen(buffer, (uint16_t *)place(a, at), n, 1);
+    else widen(buffer, (uint16_t *)place(a, at), n, 0);
 }
 static void copy_out(const Array *a, long at, long n, const float *buffer) {
     if (a->dtype == FLOAT32) memcpy(place(a, at), buffer, 4 * n);
@@ -185,44 +115,89 @@ static void unview(const Array *a, long at, long n, const float *x) {
 
 /* ------------------------------------------------------------------ 8-bit codes, in quant.py's words */
 
-enum { GROUP = 32 };
+enum { GROUP = 32, PARTS = GROUP / (2 * N) };
 
-/* A group's numbers, from its codes and its exponent byte */
+/* A group's numbers, from its codes and its exponent byte. An index is the upper half of a float, shifted by 3. */
 INLINE void decode(float *out, const uint8_t *codes, uint8_t exponent, const int is_signed) {
-    for (int i = 0; i < GROUP; i += N) {
+    const int16_t base = 16 * exponent - (is_signed ? 112 : 240);
+    for (int i = 0; i < PARTS; i++) {
         vb bytes;
-        memcpy(&bytes, codes + i, sizeof bytes);
-        vi code = from_bytes(bytes), small = is_signed ? code & 0x7f : code;
-        vi bits = larger(small + (16 * exponent - (is_signed ? 112 : 240)), (vi){0}) << 19 & (small != 0);
-        store(out + i, (vf)(is_signed ? bits | (code & 0x80) << 24 : bits));
+        memcpy(&bytes, codes + 2 * N * i, sizeof bytes);
+        vs code = from_bytes(bytes), small = is_signed ? code & 0x7f : code;
+        vs upper = (larger(small + base, (vs){0}) & (small != 0)) << 3;
+        if (is_signed) upper |= (code & 0x80) << 8;
+        store_two(out + 2 * N * i, interleave(open_pairs(&upper)));
     }
 }
 
-/* A group's codes; returns its exponent byte */
+/* One number's code where the group is not an ordinary one: `top` is the group's largest index */
+static uint8_t encode_one(float x, int is_signed, uint32_t uniform, int top) {
+    uint32_t bits, magnitude;
+    memcpy(&bits, &x, 4), magnitude = bits & 0x7fffffff;
+    int sign = is_signed ? bits >> 24 & 0x80 : 0, index = MIN((magnitude + uniform) >> 19, 4079);
+    if (magnitude >= 0x7f800000) index = magnitude > 0x7f800000 ? 4095 : 4080;
+    if (magnitude == 0) return sign;
+    int code = index - (top & ~15) + (is_signed ? 112 : 240);
+    if (code < 1 && is_signed) {
+        uint32_t least = (uint32_t)MAX((top & ~15) - 111, 0) << 19;
+        float smallest;
+        memcpy(&smallest, &least, 4);
+        code = fabsf(x) > smallest * (uniform * 0x1p-19f);
+    }
+    return MAX(code, !is_signed) | sign;
+}
+static __attribute__((noinline)) uint8_t encode_each(uint8_t *out, const float *x, int is_signed, const uint32_t *uniform) {
+    int top = 0;
+    for (int i = 0; i < GROUP; i++) {
+        uint32_t magnitude;
+        memcpy(&magnitude, x + i, 4), magnitude &= 0x7fffffff;
+        top = MAX(top, magnitude >= 0x7f800000 ? 4080 : (int)MIN((magnitude + uniform[i]) >> 19, 4079));
+    }
+    for (int i = 0; i < GROUP; i++) out[i] = encode_one(x[i], is_signed, uniform[i], top);
+    return top >> 4;
+}
+
+/* A group's codes; returns its exponent byte. The ordinary group has no infinity or NaN, and its largest number is above
+   2^-100 (a second moment's: 2^-112), so that code 1 and its fractions are no denormals. */
 INLINE uint8_t encode(uint8_t *out, const float *x, const int is_signed, const int stochastic, uint32_t key, long at) {
-    vi index[GROUP / N], top = {0};
-    vu uniform[GROUP / N];
-    for (int i = 0; i < GROUP / N; i++) {
-        vi magnitude = (vi)load(x + i * N) & 0x7fffffff;
-        uniform[i] = stochastic ? mix((iota() + (uint32_t)(at + i * N)) ^ key) & 0x7ffff : (vu){0} + 0x40000;
-        /* what is finite stays below infinity's 4080 */
-        vi finite = smaller((vi)(((vu)magnitude + uniform[i]) >> 19), (vi){0} + 4079);
-        index[i] = choose(magnitude >= 0x7f800000, 4080 | ((magnitude > 0x7f800000) & 15), finite);
-        top = larger(top, index[i] >> 4);
+    vs index[PARTS], least[PARTS], signs[PARTS];
+    Two number[PARTS];
+    Draws uniform[PARTS];
+    vs most = {0};
+    for (int i = 0; i < PARTS; i++) {
+        number[i] = split(load_two(x + 2 * N * i));
+        vu a = (vu)number[i].a, b = (vu)number[i].b;
+        Draws r = stochastic ? draws(key, at + 2 * N * i) : (Draws){(vu){0} + 0x8000, (vu){0} + 0x8000};
+        uniform[i] = (Draws){r.a << 3 | stochastic << 2, r.b << 3 | stochastic << 2};
+        if (is_signed) signs[i] = (vs)(a >> 16 | (b & 0xffff0000u)) >> 8 & 0x80;
+        a &= 0x7fffffff, b &= 0x7fffffff, number[i] = (Two){(vf)a, (vf)b};
+        index[i] = (vs)((a + uniform[i].a) >> 19 | ((b + uniform[i].b) >> 3 & 0xffff0000u));
+        if (!is_signed) least[i] = (vs)(((vu)(a != 0) & 1) | ((vu)(b != 0) & 0x10000));
+        most = larger(most, index[i]);
     }
-    for (int w = N / 2; w > 0; w /= 2) top = larger(top, (vi)permute((vf)top, iota() ^ w));
-    /* code 1 of a first moment: what lies below becomes it with the odds that keep the mean, or zero */
-    vf smallest = (vf)(larger(16 * top - 111, (vi){0}) << 19);
-    for (int i = 0; i < GROUP / N; i++) {
-        vi bits = (vi)load(x + i * N), magnitude = bits & 0x7fffffff, code = index[i] - 16 * top + (is_signed ? 112 : 240);
+    const int top = largest(most), base = top & ~15;
+    if (__builtin_expect(top < (is_signed ? 432 : 240) || top >= 4080, 0)) {
+        static const float zeros[GROUP];
+        if (memcmp(x, zeros, sizeof zeros) == 0) { memset(out, 0, GROUP); return 0; }
+        uint32_t each[GROUP];
+        for (int i = 0; i < PARTS; i++)
+            store_two((float *)each + 2 * N * i, interleave((Two){(vf)uniform[i].a, (vf)uniform[i].b}));
+        return encode_each(out, x, is_signed, each);
+    }
+    float smallest; /* code 1 of a first moment: what lies below becomes it with the odds that keep the mean, or zero */
+    memcpy(&smallest, &(uint32_t){(uint32_t)(base - 111) << 19}, 4);
+    const vf unit = all(smallest * 0x1p-19f);
+    for (int i = 0; i < PARTS; i++) {
         if (is_signed) {
-            vi rises = (vf)magnitude > smallest * (__builtin_convertvector((vi)uniform[i], vf) * 0x1p-19f);
-            code = choose(code >= 1, code, rises & 1) | (bits >> 24 & 0x80);
-        } else code = larger(code, (vi){0} + 1);
-        vb bytes = to_bytes(code & (magnitude != 0));
-        memcpy(out + i * N, &bytes, sizeof bytes);
+            vi a = number[i].a > unit * __builtin_convertvector((vi)uniform[i].a, vf);
+            vi b = number[i].b > unit * __builtin_convertvector((vi)uniform[i].b, vf);
+            least[i] = (vs)((a & 1) | (b & 0x10000));
+        }
+        vs code = larger(index[i] - (int16_t)(base - (is_signed ? 112 : 240)), least[i]);
+        vb bytes = to_bytes(is_signed ? code | signs[i] : code);
+        memcpy(out + 2 * N * i, &bytes, sizeof bytes);
     }
-    return top[0];
+    return top >> 4;
 }
 
 /* The n moments from `at` on, whole groups of rows of W, between codes and the floats x */

@@ -42,7 +42,8 @@ def _close(x, key, element, dtype: tl.constexpr, STOCHASTIC: tl.constexpr):
     if dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         if STOCHASTIC:
-            bits += _mix(key ^ element.to(tl.uint32)) & 0xFFFF
+            word = _mix(key ^ (element >> 1).to(tl.uint32))  # shared by an even element and the odd one after it
+            bits += tl.where((element & 1) != 0, word >> 16, word & 0xFFFF)
         else:
             bits += ((bits >> 16) & 1) + 0x7FFF
         bits = tl.where(x == x, bits, 0x7FC00000)
