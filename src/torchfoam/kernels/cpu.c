@@ -10,11 +10,12 @@
 
        p <- decay p - (a m + a_r rho r) / (sqrt(v + k rho^2 r^2) + e),   a = lr alpha sqrt(c2) / c1,   e = eps sqrt(c2)
 
-   with a_r = a c1 and k = kappa c2, or a and kappa if the bias correction covers the residual too.
+   with a_r = a c1 and k = kappa c2, or a and kappa if the bias correction covers the residual too. The residual is taken
+   sqrt(k) rho times as large, so that its square is what V gets.
 
    Layout. A vector holds N floats. N blocks of B are taken at once: their B N weights are summed by a tree of pairwise
-   adds whose result is one vector of N block sums in order, so m and v are read, changed and written N at a time,
-   and spread back over the weights while g is still in the first-level cache. Blocks that do not come in such runs
+   adds whose result is one vector of N block sums in order, so m and v are read, changed and written N at a time, and
+   spread back over the weights while g is still in the first-level cache. Blocks that do not come in such runs
    (ragged ends, odd lengths, left-overs) are packed into the same shape first. Blocks above SHORT are taken one by one;
    those of HUGE or more are cut into segments that threads share.
 

@@ -1,4 +1,4 @@
-"""The CPU backend: `cpu.c` and its header, compiled for this machine on first use and called through data pointers.
+"""The CPU backend: `cpu.c` and its headers, compiled for this machine on first use and called through data pointers.
 
 The library is built by the system's compiler (CC, cc, gcc or clang; CFLAGS is added) into the user's cache,
 under a name made of the source, the compiler's version, the flags, the CPU and its own content, so nothing stale or
