@@ -19,7 +19,8 @@ def test_mix_is_a_permutation_and_the_tensor_form_agrees() -> None:
     assert bits.flatten().tolist() == want
     for first in range(1, 35):  # the part of a tensor that begins anywhere
         assert noise(key, torch.Size([35 - first]), torch.device("cpu"), first).tolist() == want[first:]
-    rows = noise(key, torch.Size([3, 4]), torch.device("cpu"), torch.tensor([5, 12, 30]))  # rows numbered for themselves
+    # rows numbered for themselves
+    rows = noise(key, torch.Size([3, 4]), torch.device("cpu"), torch.tensor([5, 12, 30]))
     assert rows.tolist() == [want[5:9], want[12:16], want[30:34]]
 
 

@@ -7,11 +7,11 @@ The noise is a pure function of (seed, step, tensor, stream, element), so a resu
 data-parallel replica rounds alike, no generator state is saved, and every backend can be held to the same bits:
 
     key  = mix(mix(mix(seed) ^ step) ^ (4 * tensor + stream))        stream 0: p, 1: m, 2: v
-    bits = mix(key ^ element // 2)                                   two neighbours share a word of 32 bits: the even
-                                                                     element has its low 16 bits, the odd one its high
+    bits = mix(key ^ element // 2)          two neighbours share 32: the even one has the low 16, the odd one the high
 
-These 16 bits are added below the bfloat16 mantissa (8-bit codes: see below). `mix` is the 32-bit finaliser "lowbias32" found by C. Wellons' hash-prospector (public domain); `element` is the index
-in the contiguous tensor, half of it taken modulo 2^32.
+These 16 bits are added below the bfloat16 mantissa; 8-bit codes: see below. `mix` is the 32-bit finaliser "lowbias32"
+found by C. Wellons' hash-prospector (public domain); `element` is the index in the contiguous tensor, half of it taken
+modulo 2^32.
 """
 
 from __future__ import annotations
