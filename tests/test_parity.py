@@ -162,7 +162,7 @@ def adamw_into(rule: str) -> Callable[[], Any]:
 
 
 def setting(**changes: Any) -> Callable[[], Any]:
-    return lambda: settled.check(TrainConfig(**{"clip": 0.0, **changes}))
+    return lambda: settled.check_switches(TrainConfig(**{"clip": 0.0, **changes}))
 
 
 REFUSED: dict[str, Callable[[], Any]] = {

@@ -1,16 +1,127 @@
-"""What a run may be: settings that exclude each other, and what the optimizer cannot do."""
+"""A settled run: settings with nothing left open, and model and optimizer on the meta device, made once.
+
+`settle` runs every check that needs no text and allocates nothing. Training, the dry run, the planner's word before a
+run and contests all take what it gives, so that none resolves again what another has resolved.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from torchfoam import FOAM
 
-from .config import TrainConfig
+from . import data, machine, models, optimizers, settings
+from .config import RunConfig, TrainConfig
+from .data.tokenizer import vocabulary
 from .errors import UserError
 
 
-def check(t: TrainConfig) -> None:
+@dataclass(frozen=True)
+class Settled:
+    """A run with nothing left open.
+
+    Args:
+        config: the settings, with precision, optimizer, tokenizer and version of the data resolved. A micro-batch of 0
+            stays, as the run may be resumed on another number of processes; `rows` is what it means here.
+        device, processes: that it runs on.
+        vocabulary: tokens of the model: the fewest (or most) that the tokenizer may come to have, until the text tells.
+        model, optimizer: on the meta device; the optimizer has taken no step.
+        note: what the user should know of the precision, or "".
+        warning: what the user should know of the tokenizer, or "".
+    """
+
+    config: RunConfig
+    device: torch.device
+    processes: int
+    vocabulary: int
+    model: nn.Module
+    optimizer: Optimizer
+    note: str = ""
+    warning: str = ""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return dtype_of(self.config)
+
+    @property
+    def rows(self) -> int:
+        """Rows a forward pass on each process."""
+        return micro_batch(self.config.train, self.processes)
+
+    def knowing(self, vocabulary: int) -> Settled:
+        """The same run, now that the size of its vocabulary is known."""
+        if vocabulary == self.vocabulary:
+            return self
+        model, optimizer = dry_build(self.config, self.device, vocabulary)
+        return replace(self, vocabulary=vocabulary, model=model, optimizer=optimizer)
+
+
+def settle(
+    config: RunConfig, device: torch.device, processes: int = 1, version: int = data.VERSION, most: bool = False
+) -> Settled:
+    """Leave nothing of a run open.
+
+    Args:
+        config: settings that `check` let pass.
+        device, processes: that it is to run on.
+        version: of the data, where the settings leave it open: an old run has its own.
+        most: take the largest vocabulary that the tokenizer may come to have, not the smallest, with which no budget of
+            state is refused that may do.
+
+    Raises:
+        UserError: a batch that does not divide among the processes; a tokenizer, model, optimizer or option that is not
+            known or not there; switches that the optimizer cannot do.
+    """
+    precision, note = machine.choose_precision(config.train.precision, device)
+    config = resolve(config, precision, processes)
+    config, warning = data.settle(config, version)
+    tokens = vocabulary(config.data.tokenizer)[most]
+    model, optimizer = dry_build(config, device, tokens)
+    check_optimizer(config.train, optimizer, processes)
+    return Settled(config, device, processes, tokens, model, optimizer, note, warning)
+
+
+def resolve(config: RunConfig, precision: machine.Precision, processes: int) -> RunConfig:
+    """The settings with the precision given and the optimizer's own defaults. Raises UserError as `settle` does."""
+    if config.train.batch % processes:
+        raise UserError(f"train.batch must be a multiple of the {processes} processes, got {config.train.batch}")
+    optimizer = optimizers.resolve(config.optimizer)
+    return replace(config, optimizer=optimizer, train=replace(config.train, precision=precision))
+
+
+def micro_batch(t: TrainConfig, processes: int) -> int:
+    """Rows a forward pass on each of the processes."""
+    share = t.batch // processes
+    return min(t.micro_batch or share, share)
+
+
+def dtype_of(config: RunConfig) -> torch.dtype:
+    """Of the weights, once the precision is resolved."""
+    return torch.bfloat16 if config.train.precision == "bfloat16" else torch.float32
+
+
+def dry_build(config: RunConfig, device: torch.device, vocabulary: int) -> tuple[nn.Module, Optimizer]:
+    """Model and optimizer without memory. Raises UserError for what either would refuse on the device."""
+    model = models.build(config.model, vocabulary, config.data.sequence, "meta", dtype_of(config))
+    return model, optimizers.dry_build(config.optimizer, model, device)
+
+
+# ---------------------------------------------------------------------------------------------- checks
+
+
+def check(config: RunConfig) -> RunConfig:
+    """The settings as their types have them. Raises UserError for what makes no sense, naming the value."""
+    config = settings.checked(config)
+    check_switches(config.train)
+    return config
+
+
+def check_switches(t: TrainConfig) -> None:
     """Raise UserError for switches that exclude each other."""
     if t.clip and t.clip_each:
         raise UserError("train.clip limits the norm of all gradients, train.clip_each each one's: set one of them to 0")

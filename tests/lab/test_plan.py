@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
+import small
 import torch
 from torch import nn
 
 import foamlab
-from foamlab import machine, models, optimizers
+from foamlab import machine, models, optimizers, settled
 from foamlab.cli import main
 from foamlab.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from foamlab.errors import UserError
@@ -18,8 +20,10 @@ from foamlab.memory import advise, simulate
 from foamlab.memory.gpus import memory
 from foamlab.memory.planner import Planner
 from foamlab.models.language import loss_fn
+from foamlab.settled import settle
 from foamlab.studies import plan_check
 from foamlab.studies.plan_check import check
+from foamlab.training.run import train
 
 GB = 10**9
 
@@ -75,6 +79,42 @@ def test_real_steps(optimizer, checkpointing):
 )
 def test_real_steps_with_every_switch(config):
     held(config, within=0.03)
+
+
+@pytest.mark.parametrize(
+    "kind, checkpointing",
+    [
+        ({}, False),
+        ({"micro_batch": 1, "precision": "mixed"}, True),
+        ({"release": True, "clip": 0.0, "chunked_loss": 32}, False),
+        ({"precision": "bfloat16", "optimizer": "adamw"}, False),
+    ],
+    ids=["plain", "micro-batches", "release", "adamw-bfloat16"],
+)
+def test_a_plan_is_what_a_training_run_takes(kind, checkpointing, tmp_path):
+    """`train` itself, with every allocation of torch's counted in its second step."""
+    small.prepare(tmp_path)
+    config = small.config(tmp_path, tmp_path / "run", **{"optimizer": "foam", **kind, "sequence": 64})
+    config.model = ModelConfig("llama-1m", checkpointing)
+    config = replace(config, train=replace(config.train, steps=2, eval_every=0, checkpoint_every=0))
+    planned = settle(settled.check(config), torch.device("cpu"))
+    plan = Planner.of(planned, 10**12).plan(planned.config)
+    counted, second = ExitStack(), torch.profiler.record_function(plan_check.SECOND)
+    told = {}
+
+    def watch(event):
+        if event["kind"] == "start":  # weights are there, and FOAM's state
+            told["before"] = event["bytes"]["weights"] + event["bytes"]["state"]
+            told["peak"] = counted.enter_context(plan_check.allocations("cpu"))
+        elif event["kind"] == "train" and event["step"] == 1:
+            second.__enter__()
+        elif event["kind"] == "train" and event["step"] == 2:
+            second.__exit__(None, None, None)
+            counted.close()
+
+    taken = train(config, on_event=watch)
+    assert plan.exact == {key: taken.bytes[key] for key in plan.exact}
+    assert plan.total == pytest.approx(told["before"] + told["peak"](), rel=0.01)
 
 
 HEADS = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4}
@@ -317,8 +357,12 @@ def test_precision_is_what_train_would_take_on_that_card(card, precision, monkey
 # ---------------------------------------------------------------------------------------------- before and after a run
 
 
+def settled_for(config, mode):
+    return settle(replace(config, train=replace(config.train, memory=mode)), torch.device("cpu"), most=True)
+
+
 def test_preflight_refuses_warns_and_keeps_quiet(monkeypatch):
-    cpu, config = torch.device("cpu"), run()
+    config = run()
     need = foamlab.plan(config, device="cpu").total
     for capacity, mode, said in (
         (10 * need, "refuse", ""),
@@ -326,12 +370,12 @@ def test_preflight_refuses_warns_and_keeps_quiet(monkeypatch):
         (need // 2, "ignore", ""),
     ):
         monkeypatch.setattr(advise, "available", lambda device, n=capacity: n)
-        message = advise.preflight(replace(config, train=replace(config.train, memory=mode)), cpu, None)
+        message = advise.preflight(settled_for(config, mode))
         assert message.startswith(said) and bool(message) == bool(said)
     monkeypatch.setattr(advise, "available", lambda device: int(0.8 * need))
     with pytest.raises(UserError, match=r"fits with --.*memory warn"):
-        advise.preflight(config, cpu, None)
-    assert advise.preflight(replace(config, train=replace(config.train, memory="warn")), cpu, None)
+        advise.preflight(settled_for(config, "refuse"))
+    assert advise.preflight(settled_for(config, "warn"))
 
 
 def test_running_out_of_memory_is_told_apart_and_answered():
@@ -340,7 +384,7 @@ def test_running_out_of_memory_is_told_apart_and_answered():
     assert machine.out_of_memory(caught.value) and machine.out_of_memory(MemoryError())
     assert machine.out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert not machine.out_of_memory(RuntimeError("shapes differ"))
-    said = advise.after(run(), torch.device("cpu"), None)
+    said = advise.after(settled_for(run(), "refuse"))
     assert said.startswith("out of memory: this run needs about") and "--" in said
 
 

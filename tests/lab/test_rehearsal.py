@@ -14,7 +14,7 @@ from foamlab import data
 from foamlab.config import ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from foamlab.contest import design, runner
 from foamlab.errors import UserError
-from foamlab.optimizers.registry import OPTIMIZERS, rehearse, resolve
+from foamlab.optimizers.registry import OPTIMIZERS, dry_build, resolve
 from foamlab.studies import bench
 from foamlab.training.preview import preview
 from foamlab.training.run import train
@@ -154,6 +154,6 @@ def test_a_rehearsal_leaves_random_state_alone():
     for name in ("foam", "adamw", "sgd", "apollo"):
         torch.manual_seed(3)
         before = torch.get_rng_state()
-        rehearse(OptimizerConfig(name, options={"fused": True} if name == "adamw" else {}),
+        dry_build(OptimizerConfig(name, options={"fused": True} if name == "adamw" else {}),
                  build(ModelConfig("llama-1m"), device="meta"), torch.device("cpu"))  # fmt: skip
         assert torch.equal(before, torch.get_rng_state())

@@ -11,7 +11,7 @@ from .. import data, optimizers
 from ..config import OptimizerConfig, RunConfig
 from ..errors import UserError, known_name
 from ..runs.provenance import cores
-from ..training import run as train
+from ..settled import check
 from .model import MARGIN, Arm, Contest, Rule
 from .studies import STUDIES, with_own
 
@@ -94,7 +94,7 @@ def _checked(
     studies: dict[str, Any] | None = None,
     margin: float = MARGIN,
 ) -> Contest:
-    config = train.check(config)
+    config = check(config)
     t = config.train
     if not seeds or len(set(seeds)) < len(seeds):
         raise UserError(f"--seeds takes whole numbers, each once; got {','.join(map(str, seeds)) or 'none'}")

@@ -27,8 +27,8 @@ from ..config import RunConfig, differences, flat, to_dict
 from ..errors import UserError
 from ..files import await_release, lock
 from ..runs.provenance import cores, now
+from ..settled import settle
 from ..signals import STOPS, stop_requests
-from ..training import run as train
 from .folder import Outcomes, newest, outcome, read, same_library, write
 from .model import MARGIN, Contest, Trial
 from .results import standings
@@ -102,7 +102,9 @@ def resume(folder: Path, jobs: int = 0, on_event: OnEvent = lambda event: None) 
         same_library(folder, [arm.label for arm in contest.arms if optimizers.ours(arm.optimizer)])
     held = lock(folder)
     try:
-        train.settle(contest.config, on_event)
+        _, warning = data.settle(contest.config)
+        if warning:
+            on_event({"kind": "prepare", "stage": "warning", "message": warning})
         corpus = data.prepare(contest.config.data, contest.seeds[0], lambda e: on_event({**e, "kind": "prepare"}))
         text = corpus.key
         if kept.get("data", text) != text:
@@ -142,7 +144,7 @@ def _try_all(contest: Contest) -> None:
     c = contest.config
     device = machine.choose_device(c.train.device)
     for arm in contest.arms:
-        train.rehearse(replace(c, optimizer=arm.at(arm.start, c.optimizer)), device)
+        settle(replace(c, optimizer=arm.at(arm.start, c.optimizer)), device)
 
 
 class Runner:

@@ -19,6 +19,7 @@ from torchfoam import FOAM
 from .. import optimizers
 from ..config import OptimizerConfig, RunConfig, differences, flat, to_dict
 from ..errors import UserError
+from ..settled import Settled
 from ..text import gb
 from . import simulate
 from .planner import Plan, Planner
@@ -320,24 +321,24 @@ def available(device: torch.device) -> int:
     return max(min(found, default=0), 0)
 
 
-def preflight(config: RunConfig, device: torch.device, vocabulary: int, gpus: int = 1) -> str:
+def preflight(run: Settled) -> str:
     """A warning if the run may not fit the device, or ""; `train.memory` says what follows.
 
     Raises:
         UserError: it cannot fit; the message says what to change.
     """
-    capacity = available(device) if config.train.memory != "ignore" else 0
+    capacity = available(run.device) if run.config.train.memory != "ignore" else 0
     if not capacity:
         return ""
-    planner = Planner(config, device=device.type, gpus=gpus, card=capacity, vocabulary=vocabulary)
+    planner = Planner.of(run, capacity)
     try:
-        plan = planner.plan(config)
+        plan = planner.plan(run.config)
     except UserError as e:
         return f"memory could not be planned: {e}"
     if plan.total <= 0.95 * capacity:
         return ""
     advice = advise(planner, plan)
-    if plan.total > 1.05 * capacity and config.train.memory == "refuse":
+    if plan.total > 1.05 * capacity and run.config.train.memory == "refuse":
         raise UserError(f"{advice} (--train.memory warn tries it all the same)")
     return advice
 
@@ -351,12 +352,13 @@ def advise(planner: Planner, plan: Plan) -> str:
     return f"this run needs about {gb(plan.total)} of {gb(planner.capacity)} ({parts}): {hint}"
 
 
-def after(config: RunConfig, device: torch.device, vocabulary: int, gpus: int = 1) -> str:
+def after(run: Settled) -> str:
     """What to say after memory ran out: the planner's advice for this device."""
+    device = run.device
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else available(device)
-    planner = Planner(config, device=device.type, gpus=gpus, card=total or None, vocabulary=vocabulary)
+    planner = Planner.of(run, total)
     try:
-        plan = planner.plan(config)
+        plan = planner.plan(run.config)
         if not planner.capacity:
             return f"out of memory: this run needs about {gb(plan.total)}"
         if plan.fits:  # others use the device, or the plan was too low: ask for a tenth less than there is

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import machine, models, optimizers, settled
+from .. import machine, models, optimizers
 from ..config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from ..errors import UserError
 from ..models import architectures
-from ..models.language import loss_fn
+from ..models.language import loss_fn, vocabulary_of
+from ..settled import Settled, check_optimizer, micro_batch, resolve
 from . import gpus as cards
 from . import simulate
 from .optimizer_memory import Footprint
@@ -147,6 +148,15 @@ class Planner:
         card = cards.card(self.card) if isinstance(self.card, str) and self.card else cards.Card(int(self.card or 0))
         self.capacity, self.bfloat16 = card.memory or None, card.bfloat16
 
+    @classmethod
+    def of(cls, run: Settled, capacity: int) -> Planner:
+        """The planner of a settled run, whose model is not built anew, and its variants, in so many bytes."""
+        c = run.config
+        planner = cls(c, None, run.device.type, run.processes, capacity, run.vocabulary)
+        planner._cache[planner._key(c)] = run.model
+        planner._cache["checkpointing", id(run.model)] = c.model.checkpointing
+        return planner
+
     def plan(self, config: RunConfig, step: bool = True) -> Plan:
         """What `config` needs. Without `step`, what the optimizer's step needs for a while is left out: faster."""
         config = self.settle(config)
@@ -163,7 +173,7 @@ class Planner:
             peak["buckets"] = size["gradients"]  # DistributedDataParallel keeps a second copy to exchange
         peak |= self.overheads(sum(peak.values()))
         return Plan(
-            config, self.device, simulate.vocabulary_of(model), size["parameters"], size["trainable"],
+            config, self.device, vocabulary_of(model), size["parameters"], size["trainable"],
             exact, peak, where, self.capacity, self.card if isinstance(self.card, str) else "",
         )  # fmt: skip
 
@@ -189,20 +199,17 @@ class Planner:
 
     def settle(self, config: RunConfig) -> RunConfig:
         """The settings with precision, optimizer and micro-batch resolved; UserError for impossible ones."""
-        t, rows = config.train, config.train.batch // self.gpus
+        t = config.train
         if config.data.sequence < 1 or t.batch < 1 or t.micro_batch < 0:
             raise UserError(
                 f"cannot plan for batch {t.batch}, micro-batch {t.micro_batch}, sequence {config.data.sequence}: "
                 "they must be positive"
             )
-        if t.batch % self.gpus:
-            raise UserError(f"train.batch must be a multiple of the {self.gpus} GPUs, got {t.batch}")
         precision = machine.resolve_precision(t.precision, self.device, self.bfloat16)
         if precision not in ("float32", "bfloat16", "mixed"):
             raise UserError(f"unknown precision {precision!r}: use auto, float32, bfloat16 or mixed")
-        micro = min(t.micro_batch or rows, rows)
-        train = replace(t, precision=precision, micro_batch=micro)
-        return replace(config, optimizer=optimizers.resolve(config.optimizer), train=train)
+        config = resolve(config, precision, self.gpus)
+        return replace(config, train=replace(config.train, micro_batch=micro_batch(t, self.gpus)))
 
     def model(self, config: RunConfig) -> Any:
         """The model on the meta device, with adapters where the optimizer adds them; checkpointing as last set."""
@@ -214,6 +221,11 @@ class Planner:
                 optimizers.build(with_options(config.optimizer, from_scratch=True), model)
             self._cache[key] = model.train()
         return self._cache[key]
+
+    def _key(self, config: RunConfig) -> Any:
+        """What a model of this planner is known by."""
+        adapters = repr(config.optimizer.options) if config.optimizer.name == "lora" else ""
+        return ("model", config.train.precision == "bfloat16", config.data.sequence, adapters)
 
     def positions(self, config: RunConfig) -> int:
         """Longest sequence that the model's own configuration allows; 0 if nothing limits it."""
@@ -253,7 +265,7 @@ class Planner:
                config.data.sequence, many, t.chunked_loss, own, shards)  # fmt: skip
         if key not in self._cache:
             loss = partial(loss_fn, chunk=t.chunked_loss)
-            settled.check_optimizer(t, self.optimizer(config).optimizer, self.gpus)
+            check_optimizer(t, self.optimizer(config).optimizer, self.gpus)
             release = self.optimizer(config).each if t.release else None
             if self._cache.get(("checkpointing", id(model)), False) != config.model.checkpointing:
                 models.switch_checkpointing(model, config.model.checkpointing)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..models.language import vocabulary_of
 from .emulation import Stand
 
 Bytes = dict[str, int]
@@ -175,12 +176,6 @@ def fewer_blocks(model: nn.Module, by_name: bool = False) -> Iterator[tuple[list
         yield list(blocks[MIDDLE].parameters()), len(kept) - 3
     finally:
         blocks._modules = kept
-
-
-def vocabulary_of(model: Any) -> int:
-    """Columns of the model's logits, 0 if it has no head."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return head.weight.shape[0] if head is not None else 0
 
 
 def passes(

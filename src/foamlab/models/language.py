@@ -46,10 +46,20 @@ def chunked_loss(model: nn.Module, ids: Tensor, labels: Tensor, chunk: int) -> T
     return torch.stack([checkpoint(part, *xy, use_reentrant=False, preserve_rng_state=False) for xy in parts]).sum()
 
 
+def vocabulary_of(model: nn.Module) -> int:
+    """Columns of the model's logits, 0 if it names no head."""
+    head = _head(model)
+    return head.weight.shape[0] if head is not None else 0
+
+
+def _head(model: Any) -> Any:
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+
 def head_of(model: Any) -> nn.Module:
     """The model's output embeddings, also under DistributedDataParallel; UserError if it names none."""
     model = getattr(model, "module", model)
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head: nn.Module | None = _head(model)
     if head is None:
         raise UserError(f"{type(model).__name__} names no output head: set --train.chunked_loss 0")
     return head

@@ -208,7 +208,7 @@ def build(config: OptimizerConfig, model: nn.Module) -> Optimizer:
         raise UserError(f"optimizer {full.name}: {e}") from e
 
 
-def rehearse(config: OptimizerConfig, model: nn.Module, device: torch.device) -> Optimizer:
+def dry_build(config: OptimizerConfig, model: nn.Module, device: torch.device) -> Optimizer:
     """The optimizer over a model on the meta device, so that what `build` would refuse on `device` is told early.
 
     Options that only a device can judge are tried on one small matrix there. Random state is left alone.

@@ -23,7 +23,8 @@ from .. import data, machine, models, optimizers
 from ..config import ModelConfig, OptimizerConfig, RunConfig
 from ..errors import UserError, known_name
 from ..models.language import loss_fn
-from ..training.run import rehearse, train
+from ..settled import settle
+from ..training.run import train
 from ..training.step import schedule
 
 REFERENCE = "adamw"
@@ -167,7 +168,7 @@ def bench_step(
         known_name(dtype, DTYPES, "dtype")
     draw = whole if everything else matrices
     for name in names:  # refused before the first is timed
-        optimizers.rehearse(_settings(name), draw(model, torch.device("meta"), torch.float32), place)
+        optimizers.dry_build(_settings(name), draw(model, torch.device("meta"), torch.float32), place)
     for dtype in dtypes:
         tensors = draw(model, place, DTYPES[dtype])
         reference = _step(REFERENCE, tensors)
@@ -274,7 +275,7 @@ def bench_train(config: RunConfig, names: Sequence[str] = LOOPS, steps: int = 40
     """
     _at_least_one(steps)
     for name in names:  # refused before any text is read
-        rehearse(replace(config, optimizer=OptimizerConfig(name)), torch.device("cpu"))
+        settle(replace(config, optimizer=OptimizerConfig(name)), torch.device("cpu"))
     off: dict[str, Any] = {"eval_every": 0, "eval_tokens": config.data.sequence, "checkpoint_every": 0, "sample": ""}
     for name in names:
         with TemporaryDirectory() as folder:

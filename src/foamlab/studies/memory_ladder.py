@@ -15,6 +15,7 @@ import torch
 from .. import machine, models, optimizers
 from ..config import OptimizerConfig, RunConfig
 from ..memory import simulate
+from ..models.language import vocabulary_of
 from ..training.step import Step
 
 
@@ -74,7 +75,7 @@ def measure(name: str, config: RunConfig, device: torch.device, vocabulary: int 
     dtype = torch.bfloat16 if t.precision == "bfloat16" else torch.float32
     model = models.build(config.model, vocabulary, length, device, dtype, t.seed)
     optimizer = optimizers.build(config.optimizer, model)
-    tracker = simulate.Tracker(simulate.vocabulary_of(model))
+    tracker = simulate.Tracker(vocabulary_of(model))
 
     def accumulated(p: torch.Tensor) -> None:
         if p.grad is not None:

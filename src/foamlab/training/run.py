@@ -9,20 +9,20 @@ import os
 import re
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from .. import data, machine, models, optimizers, settled
-from .. import settings as knobs
+from .. import data, machine, models, optimizers
 from ..config import RULE_OF_OLD, Role, RunConfig, differences, flat, named, to_dict
-from ..data.tokenizer import vocabulary
 from ..errors import UserError
 from ..files import lock
 from ..memory import advise
 from ..models.language import check_head
+from ..settled import Settled, check, settle
 from ..signals import stop_requests
 from . import checkpoint, restoring
 from .loop import OnEvent, Result, Training
@@ -50,68 +50,83 @@ def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = 
         stack.enter_context(machine.threads(t.threads))
         stack.enter_context(torch.random.fork_rng([world.device] if world.device.type == "cuda" else []))
         emit: OnEvent = (lambda event: None) if world.rank else on_event
-        if t.batch % world.size:
-            raise UserError(f"train.batch must be a multiple of the {world.size} processes, got {t.batch}")
-        name, remark = machine.choose_precision(t.precision, world.device)
-        if remark:
-            emit({"kind": "note", "message": remark})
-        config = replace(config, optimizer=optimizers.resolve(config.optimizer), train=replace(t, precision=name))
-        saved: dict[str, Any] = {}
-        if resume is not None:
-            config, folder, source, saved = old(config, resume, emit)
+        if resume is None:
+            saved, source, folder = None, None, Path(config.out or "runs")
+            if config.out and in_use(folder):
+                raise UserError(f"{folder} exists already: choose another --out, or go on with --resume {folder}")
+            checkpoint.check_room(folder, 0)
+            run = settle(config, world.device, world.size)
+        else:
+            folder, source = checkpoint.find(resume)
+            saved, was = old(source, config)
+            run = settle(config, world.device, world.size, flat(was, 2).get("data.version", 1))
+        tell(run, emit)
+        if saved is not None and source is not None:
+            for message in changes(was, to_dict(run.config), source):
+                emit({"kind": "note", "message": message})
             if saved["step"] == t.steps and (over := Result.of(folder, t.steps)):
                 more = f"to go on, give --train.steps above {t.steps}"
                 emit({"kind": "note", "message": f"{folder} is finished, nothing is changed; {more}"})
                 return over
             if not world.rank:  # only looked at, before the text is read: the recorder takes it for good
                 lock(folder).release()
-        else:
-            folder = Path(config.out or "runs")
-            if config.out and in_use(folder):
-                raise UserError(f"{folder} exists already: choose another --out, or go on with --resume {folder}")
-            checkpoint.check_room(folder, 0)
-            config = settle(config, emit)
-        rehearse(config, world.device, world.size)
-        if t.steps:  # what cannot fit with the smallest vocabulary it may get need not read its text
-            advise.preflight(config, world.device, vocabulary(config.data.tokenizer)[0], world.size)
-        with world.first():  # one process builds the token cache, the others read it
-            corpus = data.prepare(config.data, t.seed, lambda event: emit({**event, "kind": "prepare"}))
-        if t.steps:
-            corpus.batch("train", 0, t.batch)  # a corpus smaller than a batch is refused before anything is written
-        if resume is not None and (saved["data"], saved.get("digest", corpus.digest)) != (corpus.key, corpus.digest):
+        run, corpus = with_text(run, world, emit)
+        if saved and (saved["data"], saved.get("digest", corpus.digest)) != (corpus.key, corpus.digest):
             raise UserError(f"{source} was trained on other text or tokens than {config.data.name} has now: start anew")
-        dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
-        place = (config, world.device, corpus.vocab_size, world.size)
-        if remark := advise.preflight(*place) if t.steps else "":
-            emit({"kind": "note", "message": remark})
         try:
-            model = models.build(config.model, corpus.vocab_size, config.data.sequence, world.device, dtype, t.seed)
-            if t.chunked_loss:
-                check_head(model)
-            run = Training(config, world, corpus, model, optimizers.build(config.optimizer, model), emit)
-            if resume is not None:
-                run.restore(source, saved)
+            training = Training(run.config, world, corpus, *real(run, t.seed), emit)
+            if saved is not None and source is not None:
+                training.restore(source, saved)
                 saved.clear()  # it holds a second optimizer state
             with stop_requests() as asked:
-                run.open(folder, (lambda: folder) if resume is not None else (lambda: new_folder(config)))
-                return run.go(asked)
+                training.open(folder, (lambda: folder) if source is not None else (lambda: new_folder(run.config)))
+                return training.go(asked)
         except (MemoryError, RuntimeError) as e:
             if not machine.out_of_memory(e):
                 raise
-            raise UserError(advise.after(*place)) from e
+            raise UserError(advise.after(run)) from e
 
 
-def settle(config: RunConfig, emit: OnEvent, version: int = data.VERSION) -> RunConfig:
-    """The settings with nothing about the data left open (`data.settle`)."""
-    config, remark = data.settle(config, version)
-    if remark:
-        emit({"kind": "prepare", "stage": "warning", "message": remark})
-    return config
+def tell(run: Settled, emit: OnEvent) -> None:
+    """What the user should know of how a run was settled."""
+    if run.note:
+        emit({"kind": "note", "message": run.note})
+    if run.warning:
+        emit({"kind": "prepare", "stage": "warning", "message": run.warning})
 
 
-def old(config: RunConfig, resume: Path, emit: OnEvent) -> tuple[RunConfig, Path, Path, dict[str, Any]]:
-    """Of a run to go on with: its settings, folder and checkpoint, and what that holds."""
-    folder, source = checkpoint.find(resume)
+def with_text(run: Settled, world: machine.World, emit: OnEvent) -> tuple[Settled, data.Corpus]:
+    """The run with its text, from which its vocabulary is known.
+
+    Raises:
+        UserError: no text, too little of it, or a run that does not fit the memory. What cannot fit with the smallest
+            vocabulary it may get need not read its text.
+    """
+    t = run.config.train
+    said = advise.preflight(run) if t.steps else ""
+    with world.first():  # one process builds the token cache, the others read it
+        corpus = data.prepare(run.config.data, t.seed, lambda event: emit({**event, "kind": "prepare"}))
+    if t.steps:
+        corpus.batch("train", 0, t.batch)  # a corpus smaller than a batch is refused before anything is written
+    known = run.knowing(corpus.vocab_size)
+    if t.steps and known is not run:
+        said = advise.preflight(known)
+    if said:
+        emit({"kind": "note", "message": said})
+    return known, corpus
+
+
+def real(run: Settled, seed: int) -> tuple[nn.Module, Optimizer]:
+    """The run's model and optimizer on its device."""
+    c = run.config
+    model = models.build(c.model, run.vocabulary, c.data.sequence, run.device, run.dtype, seed)
+    if c.train.chunked_loss:
+        check_head(model)
+    return model, optimizers.build(c.optimizer, model)
+
+
+def old(source: Path, config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a checkpoint holds, and the settings it was saved with, those of 0.1 with what it left unnamed."""
     saved = checkpoint.load(source)
     was = restoring.check(saved, source / checkpoint.TRAINING)
     kept, options = was.setdefault("data", {}), flat(was, 2).get("optimizer.options")
@@ -120,29 +135,7 @@ def old(config: RunConfig, resume: Path, emit: OnEvent) -> tuple[RunConfig, Path
         if isinstance(options, dict):
             now = config.optimizer.options
             options |= {key: x for key, x in RULE_OF_OLD.items() if key in now and key not in options}
-    config = settle(config, emit, flat(was, 2).get("data.version", 1))
-    for message in changes(was, to_dict(config), source):
-        emit({"kind": "note", "message": message})
-    return config, folder, source, saved
-
-
-def rehearse(config: RunConfig, device: torch.device, processes: int = 1) -> None:
-    """Build model and optimizer without memory: what they refuse is told before any text is read.
-
-    The vocabulary is not known yet. It is taken to be the smallest, so that no budget of state is refused that may do.
-
-    Raises:
-        UserError: what the two raise.
-    """
-    model = models.build(config.model, 1, config.data.sequence, "meta")
-    settled.check_optimizer(config.train, optimizers.rehearse(config.optimizer, model, device), processes)
-
-
-def check(config: RunConfig) -> RunConfig:
-    """The settings as their types have them. Raises UserError for what makes no sense, naming the value."""
-    config = knobs.checked(config)
-    settled.check(config.train)
-    return config
+    return saved, was
 
 
 def changes(old: dict[str, Any], new: dict[str, Any], source: Path) -> Iterable[str]:

@@ -39,11 +39,12 @@ def plan(
     from ...data.tokenizer import vocabulary
     from ...memory import advise, view
     from ...memory.planner import Planner
+    from ...models import described
 
     here = machine.choose_device(config.train.device)
     device = "cuda" if gpu else here.type
-    brings = "/" in config.model.name or Path(config.model.name).exists()  # such a model has its own vocabulary
-    known = None if brings else vocabulary(config.data.tokenizer)[1]
+    # a model that others describe has a vocabulary of its own
+    known = None if described(config.model.name) else vocabulary(config.data.tokenizer)[1]
     if check:
         from ...studies import plan_check
 
