@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -196,3 +196,22 @@ def writing(folder: Path) -> Iterator[None]:
         raise UserError(
             f"cannot write in {folder}: {e.strerror}; make room or choose another --out, then resume"
         ) from e
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder to write in, unless it is there. Raises UserError where it cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as e:
+        raise UserError(f"cannot write in the folder {folder}: {e.strerror}; choose another --out") from None
+
+
+def finite(x: Any) -> Any:
+    """JSON knows no nan and inf: they become null."""
+    if isinstance(x, Mapping):
+        return {k: finite(v) for k, v in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [finite(v) for v in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x

@@ -16,6 +16,7 @@ from foamlab.contest import runner
 from foamlab.contest.folder import outcome, read
 from foamlab.contest.page import compare_table, report
 from foamlab.contest.results import standings
+from foamlab.files import finite
 
 STORED = Path(__file__).parents[1] / "data" / "contest_v1.zip"
 
@@ -41,7 +42,7 @@ def test_what_became_of_its_runs_is_read_as_it_was(old: Path) -> None:
     fates = {run["folder"]: run["status"] for run in was["runs"]}
     assert set(fates.values()) == {"done", "stopped", "diverged"}
     assert {name: outcome(old / name).status for name in fates} == fates
-    now = contest_folder.finite(standings(old, read(old)))
+    now = finite(standings(old, read(old)))
     assert now["runs"] == was["runs"] and now["search"] == was["search"] and now["verdicts"] == was["verdicts"]
     assert [{key: x for key, x in row.items() if key != "ours"} for row in now["results"]] == was["results"]
 

@@ -16,6 +16,7 @@ from foamlab import files
 from foamlab.errors import UserError
 from foamlab.runs.provenance import circumstances
 from foamlab.runs.record import Recorder, Run, read_run
+from foamlab.runs.tensorboard import listening
 
 
 def line(step: int, kind: str = "train", **more: object) -> dict:
@@ -173,8 +174,18 @@ def test_tensorboard_is_rebuilt_on_resume(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    written(tmp_path, line(1), line(2, "eval", perplexity=4.0), line(2), line(3), tensorboard=True)
-    written(tmp_path, line(3), line(4), resume=2, tensorboard=True)
+    first = [line(1), line(2, "eval", perplexity=4.0), line(2), line(3)]
+    for lines, resume in ((first, None), ([line(3), line(4)], 2)):
+        heard: list[dict] = []
+        with listening(heard.append) as emit:
+            recorder = Recorder(tmp_path, resume=resume)
+            recorder.describe(status="running")
+            emit({"kind": "start", "folder": str(tmp_path)})
+            for x in lines:
+                recorder.write(x)
+                emit(x)
+            recorder.close("done")
+        assert heard[1:] == lines
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     steps = {tag: [e.step for e in events.Tensors(tag)] for tag in events.Tags()["tensors"]}
@@ -184,7 +195,7 @@ def test_tensorboard_is_rebuilt_on_resume(tmp_path: Path) -> None:
 def test_without_tensorboard_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
     with pytest.raises(UserError, match=r"pip install 'torchfoam\[tensorboard\]'"):
-        Recorder(tmp_path, tensorboard=True)
+        listening(print).__enter__()
 
 
 def test_circumstances_keep_the_beginning_of_a_resumed_run() -> None:

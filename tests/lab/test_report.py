@@ -239,6 +239,46 @@ def test_seeds_become_arms_with_a_paired_test(tmp_path: Path) -> None:
     assert {arm.label for arm in arms(lrs)} == {"foam, lr 0.01", "foam, lr 0.02", "adamw"}
 
 
+def test_runs_are_level_only_within_the_margin_and_nothing_is_claimed_of_one_that_lost_a_seed(tmp_path: Path) -> None:
+    """As a contest has it, of n = 8."""
+    folders = [
+        make_run(tmp_path / f"{name}-{seed}", name, 1.5 + off + 0.001 * ((seed + turn) % 2), steps=40, seed=seed)
+        for name, off, turn in (("foam", 0.0, 0), ("adamw", 0.0002, 1))
+        for seed in range(8)
+    ]
+    assert "level with adamw within 0.01 nat" in headline(summarize(folders))[1]
+    lost = make_run(tmp_path / "lost", "foam", steps=40, done=12, seed=8, status="failed")
+    info = json.loads((lost / "run.json").read_text())
+    (lost / "run.json").write_text(json.dumps({**info, "reason": "diverged"}))
+    runs = summarize([*folders, lost])
+    assert "as foam did not finish with every seed" in headline(runs)[1]
+    assert "lost diverged at step 12 of 40" in " ".join(cautions(runs))
+
+
+def test_the_level_is_divided_by_the_pairs_that_could_have_been_told(tmp_path: Path) -> None:
+    """p = 0.03 is a claim between two settings, and none among three."""
+    offs = {"foam": [0.0, 0.0, 0.0, 0.0], "adamw": [0.1, 0.2, 0.3, 0.5], "sgd": [2.0, 2.1, 2.2, 2.3]}
+    folders = {
+        name: [
+            make_run(tmp_path / f"{name}-{seed}", name, 1.5 + off, steps=40, seed=seed) for seed, off in enumerate(x)
+        ]
+        for name, x in offs.items()
+    }
+    assert headline(summarize([*folders["foam"], *folders["adamw"]]))[1].startswith("foam beats adamw")
+    assert "cannot be told apart" in headline(summarize([f for x in folders.values() for f in x]))[1]
+
+
+def test_runs_of_0_1_are_no_seeds_of_todays(tmp_path: Path) -> None:
+    """They folded by the paper's rule without naming it, over text read in another way."""
+    old = make_run(tmp_path / "old", "foam")
+    now = {"data.version": 2}
+    new = [make_run(tmp_path / f"new-{seed}", "foam", seed=seed, settings=now) for seed in (1, 2)]
+    paper = {"data.version": 1, "optimizer.options": {"bias_correction": "whole", "residual_in_v": 1.0}}
+    same = make_run(tmp_path / "same", "foam", seed=3, settings=paper)
+    found = {tuple(sorted(run.label for run in arm.runs)) for arm in arms(summarize([old, *new, same]))}
+    assert found == {("old", "same"), ("new-1", "new-2")}
+
+
 def test_hostile_strings_stay_text(tmp_path: Path) -> None:
     a = make_run(tmp_path / "<b>&$x_1$\n<i>", settings={"model.name": HOSTILE})
     b = make_run(tmp_path / "_hidden", HOSTILE, 2.0)

@@ -123,6 +123,13 @@ def test_the_command_writes_table_page_and_pictures(tmp_path, capsys):
         assert f'<figure data-chart="{chart}"' in (out / "study.html").read_text()
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(convergence, "convergence", lambda *_: pytest.fail("the study was begun"))
+    (tmp_path / "file").write_text("mine")
+    assert main(["study", f"--out={tmp_path / 'file'}"]) == 2
+    assert "cannot write in the folder" in capsys.readouterr().err and (tmp_path / "file").read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     "words, says", [(["divergence"], "convergence"), (["--levels", "rov"], "row"), (["--longest", "6"], "two lengths")]
 )

@@ -473,6 +473,14 @@ def test_a_contest_killed_at_its_beginning_can_begin_again(config, tmp_path, her
     assert runner.start(small_contest(config), folder)["status"] == "done"
 
 
+def test_a_contest_over_a_text_that_is_not_there_does_not_say_that_it_runs(config, tmp_path, here, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.data, "prepare", lambda *_: (_ for _ in ()).throw(UserError("no text")))
+        with pytest.raises(UserError, match="no text"):
+            runner.start(small_contest(config), tmp_path / "c")
+    assert ledger.read(tmp_path / "c")["status"] == "interrupted" and not here
+
+
 def test_a_failure_is_told_and_the_contest_can_go_on(config, tmp_path, here, monkeypatch):
     spawn = runner.Runner.spawn
 

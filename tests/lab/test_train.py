@@ -357,6 +357,26 @@ def test_patience_ends_with_the_last_good_state(home: Path, tmp_path: Path, monk
     same(tmp_path / "whole", tmp_path / "run")
 
 
+def test_a_run_that_cannot_resume_offers_no_command(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of an optimizer whose state is objects, such as galore."""
+    monkeypatch.setattr(checkpoint, "storable", lambda state: False)
+    ends: list[dict[str, Any]] = []
+
+    def stop(event: dict[str, Any]) -> None:
+        stop_at(3)(event)
+        ends.extend([event] * (event["kind"] == "end"))
+
+    train(small.config(home, tmp_path / "run"), on_event=stop)
+    assert [(end["status"], end["resume"]) for end in ends] == [("interrupted", "")]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["resume"] == ""
+    poison(monkeypatch, "loss", set(range(4, 99)))
+    with pytest.raises(Diverged) as e:
+        train(small.config(home, tmp_path / "lost", patience=2))
+    assert checkpoint.found(tmp_path / "lost") and "--resume" not in str(e.value)
+
+
 # ---------------------------------------------------------------------------------------------- the arithmetic
 
 

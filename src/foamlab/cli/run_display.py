@@ -119,7 +119,8 @@ class Watch:
             self.say("sample:")
             self.say(event["sample"], "italic")
         if event["status"] == "interrupted":
-            self.say(f"interrupted and saved; to resume: {event['resume']}", "bold yellow")
+            again = f"to resume: {event['resume']}" if event["resume"] else "this run cannot be resumed"
+            self.say(f"interrupted and saved; {again}", "bold yellow")
         else:
             self.say(f"done: {event['folder']}", "bold green")
 

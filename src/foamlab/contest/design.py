@@ -11,8 +11,9 @@ from .. import data, optimizers
 from ..config import OptimizerConfig, RunConfig
 from ..errors import UserError, known_name
 from ..runs.provenance import cores
+from ..runs.stats import MARGIN
 from ..settled import check
-from .model import MARGIN, Arm, Contest, Rule
+from .model import Arm, Contest, Rule
 from .studies import STUDIES, with_own
 
 Grids = dict[str, list[float]]  # arm -> values; "" is all arms

@@ -17,10 +17,11 @@ from typing import Any
 
 from ..config import foam_of_old
 from ..errors import UserError
-from ..files import parse_json, plain_name, read_json, write_atomically, writing
+from ..files import finite, parse_json, plain_name, read_json, write_atomically, writing
 from ..runs.provenance import installed
 from ..runs.record import read_metrics, read_run
-from .model import FILE, FORMAT, MARGIN, Arm, Outcome, Rule
+from ..runs.stats import MARGIN
+from .model import FILE, FORMAT, Arm, Outcome, Rule
 
 STOPPED = "stopped.json"
 NEEDED: dict[str, type] = {
@@ -121,15 +122,6 @@ def write(folder: Path, contest: Mapping[str, Any]) -> None:
     """Write `contest.json`, whole, at once."""
     with writing(folder):
         write_atomically(folder / FILE, json.dumps(finite(contest), indent=1, allow_nan=False) + "\n")
-
-
-def finite(x: Any) -> Any:
-    """JSON knows no nan and inf: they become null."""
-    if isinstance(x, Mapping):
-        return {k: finite(v) for k, v in x.items()}
-    if isinstance(x, (list, tuple)):
-        return [finite(v) for v in x]
-    return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from .. import settings
 from ..config import OptimizerConfig, RunConfig, to_dict
+from ..runs.stats import MARGIN
 
 FILE, FORMAT = "contest.json", 1
-MARGIN = 0.01  # nat: what is asked of "level with" unless a contest says otherwise
 Point = dict[str, Any]  # what is tuned: {"lr": 0.01, "scale": 0.25, ...}
 
 

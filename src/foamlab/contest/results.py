@@ -9,10 +9,10 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from ..runs.stats import mean, paired, percent, verdict
+from ..runs.stats import MARGIN, mean, paired, percent, verdict
 from ..runs.summary import Summary, cautions, perplexity, summarize
 from .folder import Outcomes
-from .model import MARGIN, Arm, Outcome, Rule, Trial
+from .model import Arm, Outcome, Rule, Trial
 from .search import Found, wanted
 
 HEAD = ("", "n", "loss", "95% interval", "perplexity", "lr", "scale", "state MB", "peak MB", "tokens/s", "seconds")

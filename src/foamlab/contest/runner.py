@@ -25,12 +25,13 @@ import yaml
 from .. import data, machine, optimizers
 from ..config import RunConfig, differences, flat, to_dict
 from ..errors import UserError
-from ..files import await_release, lock
+from ..files import await_release, lock, make_folder
 from ..runs.provenance import cores, now
+from ..runs.stats import MARGIN
 from ..settled import settle
 from ..signals import STOPS, stop_requests
 from .folder import Outcomes, newest, outcome, read, same_library, write
-from .model import MARGIN, Contest, Trial
+from .model import Contest, Trial
 from .results import standings
 from .search import wanted
 
@@ -51,13 +52,11 @@ def start(contest: Contest, folder: Path, jobs: int = 0, on_event: OnEvent = lam
     if folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= {"config.yaml"}):
         raise UserError(f"{folder} exists already: choose another --out, or go on with --resume {folder}")
     _try_all(contest)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f"cannot make the folder {folder}: {e.strerror}; choose another --out") from None
+    make_folder(folder)
     # so that --resume finds the settings where it finds those of a run
     (folder / "config.yaml").write_text(yaml.safe_dump(to_dict(contest.config), sort_keys=False), encoding="utf-8")
-    write(folder, {**contest.as_dict(), "status": "running", "command": shlex.join(sys.argv), "started": now()})
+    # nothing runs yet: should the text not be there, --resume goes on from here
+    write(folder, {**contest.as_dict(), "status": "interrupted", "command": shlex.join(sys.argv), "started": now()})
     return resume(folder, jobs, on_event)
 
 

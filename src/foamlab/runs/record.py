@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from .provenance import now
 
 ENDED = ("step", "loss", "perplexity", "tokens", "seconds", "skipped")  # of a Result, kept in run.json
 FATE = ("ended", "result", "resume", "error", "reason")  # of run.json: how a run ended, which one that goes on has not
-TRAIN_SCALARS = ("loss", "lr", "grad_norm", "tokens_per_second")
 
 
 @dataclass(frozen=True)
@@ -111,13 +109,12 @@ class Recorder:
         folder: the run folder, which exists.
         resume: the step a run goes on from: later lines are dropped, so that the record becomes that of a run which
             was never stopped. None starts a new record.
-        tensorboard: also write `tensorboard/`.
 
     Raises:
-        UserError: the folder cannot be written, there is no run to resume, or tensorboard is not installed.
+        UserError: the folder cannot be written, or there is no run to resume.
     """
 
-    def __init__(self, folder: Path, *, resume: int | None = None, tensorboard: bool = False) -> None:
+    def __init__(self, folder: Path, *, resume: int | None = None) -> None:
         self.folder = folder
         self.info: dict[str, Any] = {}
         self._lock = lock(folder)
@@ -130,7 +127,6 @@ class Recorder:
             text = "".join(map(encode, lines))
             write_atomically(folder / "metrics.jsonl", text)
             self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8", newline="\n")  # until `close`
-        self._board = Board(folder / "tensorboard", lines) if tensorboard else None
 
     @property
     def peak(self) -> dict[str, Any]:
@@ -155,8 +151,6 @@ class Recorder:
         with writing(self.folder):
             self._metrics.write(encode(line))
             self._metrics.flush()
-        if self._board:
-            self._board.add(line)
 
     def sync(self) -> None:
         """Force the lines to the disk, before a checkpoint of the same step relies on them."""
@@ -169,34 +163,7 @@ class Recorder:
             self.describe(status=status, ended=now(), **fields)
         finally:
             self._metrics.close()
-            if self._board:
-                self._board.close()
             self._lock.release()
-
-
-class Board:
-    """TensorBoard events, rebuilt from the kept lines when a run resumes."""
-
-    def __init__(self, folder: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-        try:
-            from tensorboard.summary import Writer
-        except ImportError:
-            raise UserError(
-                "tensorboard is not installed: pip install 'torchfoam[tensorboard]', or leave out --train.tensorboard"
-            ) from None
-        shutil.rmtree(folder, ignore_errors=True)
-        self._writer = Writer(str(folder))
-        self.close = self._writer.close
-        for line in lines:
-            self.add(line)
-
-    def add(self, line: Mapping[str, Any]) -> None:
-        for name, value in line.get("values", {}).items():
-            self._writer.add_scalar(f"{line['kind']}/{name}", value, line["step"])
-        names = {"train": TRAIN_SCALARS, "eval": ("loss", "perplexity")}.get(line["kind"], ())
-        for name in names:
-            if (value := line.get(name)) is not None:
-                self._writer.add_scalar(f"{line['kind']}/{name}", value, line["step"])
 
 
 def read_run(folder: Path | str) -> Run:

@@ -9,14 +9,15 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from ..config import Role, flat, named
+from ..config import Role, flat, named, of_old
 from ..errors import UserError
 from ..files import read_yaml
 from .record import Run, read_run
-from .stats import Mean, mean, paired, verdict
+from .stats import MARGIN, Mean, mean, paired, verdict
 
 KEYS = ("step", "tokens", "seconds", "loss", "lr", "grad_norm")
 NEUTRAL = named(Role.NEUTRAL)
@@ -153,11 +154,12 @@ def _columns(lines: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """config.yaml with dotted keys; {} when the run has none."""
+    """config.yaml with dotted keys, what a run of 0.1 did not name named; {} when the run has none."""
     try:
-        return flat(read_yaml(folder / "config.yaml"))
+        found = read_yaml(folder / "config.yaml")
     except FileNotFoundError:
         return {}
+    return flat(of_old(flat(found, 2))) if found else {}
 
 
 def differing(runs: Sequence[Summary]) -> list[str]:
@@ -187,10 +189,11 @@ def equal_models(runs: Sequence[Summary]) -> bool:
 
 @dataclass(frozen=True)
 class Arm:
-    """Runs that differ in nothing but the seed."""
+    """Runs that differ in nothing but the seed: those that finished, and the seeds that diverged."""
 
     label: str
     runs: list[Summary]
+    lost: list[Any]
 
     @property
     def loss(self) -> Mean:
@@ -204,19 +207,22 @@ class Arm:
 def arms(runs: Sequence[Summary]) -> list[Arm]:
     """Finished runs with an evaluation, grouped by settings other than the seed; lowest mean loss first, NaN last."""
     groups: dict[Any, list[Summary]] = {}
+    lost: dict[Any, list[Any]] = {}
     for run in runs:
+        key = tuple(sorted((k, repr(v)) for k, v in run.settings.items() if k not in NOT_AN_ARM)) or run.label
         if run.done and run.evals["loss"]:
-            key = tuple(sorted((k, repr(v)) for k, v in run.settings.items() if k not in NOT_AN_ARM))
-            groups.setdefault(key or run.label, []).append(run)
+            groups.setdefault(key, []).append(run)
+        elif run.run.diverged:
+            lost.setdefault(key, []).append(run.seed)
     found = []
     firsts = [group[0] for group in groups.values()]
-    keys = [key for key in differing(firsts) if key not in NOT_AN_ARM]
-    for group in groups.values():
+    for key, group in groups.items():
         name = group[0].optimizer
-        if [run.optimizer for run in firsts].count(name) > 1:
-            told = [f"{k.rpartition('.')[2]} {group[0].settings.get(k)}" for k in keys if k != "optimizer.name"]
-            name = ", ".join([name, *told])
-        found.append(Arm(group[0].label if len(group) == 1 else name, group))
+        alike = [run for run in firsts if run.optimizer == name]
+        apart = [k for k in differing(alike) if k not in (*NOT_AN_ARM, "optimizer.name")]
+        told = [f"{k.rpartition('.')[2]} {group[0].settings.get(k)}" for k in apart]
+        label = group[0].label if len(group) == 1 else ", ".join([name, *told])
+        found.append(Arm(label, group, lost.get(key, [])))
     return sorted(found, key=lambda arm: (math.isnan(arm.loss.mean), arm.loss.mean))
 
 
@@ -275,9 +281,11 @@ def _contest(ranked: list[Arm]) -> list[str]:
         told += f", after {a.runs[0].tokens:,.0f} tokens against {b.runs[0].tokens:,.0f}"
     said = [told + "."]
     if len(seeds) > 1:
-        said.append(
-            verdict(a.label, b.label, paired([a.by_seed[s] for s in seeds], [b.by_seed[s] for s in seeds])) + "."
-        )
+        # which two are the best only the losses tell, so that every pair could have been compared: all count
+        pairs = sum(len(x.by_seed.keys() & y.by_seed.keys()) > 1 for x, y in combinations(ranked, 2))
+        result = paired([a.by_seed[s] for s in seeds], [b.by_seed[s] for s in seeds])
+        lost = [arm.label for arm in (a, b) if arm.lost]
+        said.append(verdict(a.label, b.label, result, 0.05 / pairs, MARGIN, lost) + ".")
     return said
 
 

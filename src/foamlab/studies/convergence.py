@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torchfoam import FOAM, residual
 
 from ..errors import UserError, known_name
-from ..files import write_atomically
+from ..files import finite, make_folder, write_atomically
 from ..optimizers.registry import RULE
 from ..report import matplotlib_charts
 from ..report.charts import Curves, Line
@@ -340,11 +340,11 @@ def write(study: Study, out: Path) -> list[Path]:
     sheet.writerows(rows)
     names = {
         "study.html": page(study, facts),
-        "study.json": json.dumps(_finite(whole), indent=1),
+        "study.json": json.dumps(finite(whole), indent=1),
         "study.csv": text.getvalue(),
     }
+    make_folder(out)
     try:
-        out.mkdir(parents=True, exist_ok=True)
         for name, content in names.items():
             write_atomically(out / name, content)
         for chart in charts(study):
@@ -352,15 +352,6 @@ def write(study: Study, out: Path) -> list[Path]:
     except OSError as e:
         raise UserError(f"cannot write in {out}: {e.strerror}; choose another --out") from None
     return [*(out / name for name in names), *(out / f"{chart.name}.png" for chart in charts(study))]
-
-
-def _finite(value: Any) -> Any:
-    """NaN and infinities become null, which JSON knows."""
-    if isinstance(value, dict):
-        return {key: _finite(v) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def page(study: Study, facts: dict[str, Any]) -> str:

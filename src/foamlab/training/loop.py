@@ -58,6 +58,7 @@ class Training:
         self.good = (0, 0, 0.0, 0)  # step, tokens, seconds, skipped after the last step that was not skipped
         self.source: Path | None = None  # the checkpoint it goes on from
         self.kept: int | None = None  # step of the newest checkpoint
+        self.resumable = True  # whether its checkpoints hold the optimizer's state
         self.loss: float | None = None  # of the newest evaluation
         self.recorder: Recorder | None = None
         self.memory: machine.Memory | None = None  # from the first step on
@@ -97,7 +98,7 @@ class Training:
             have = len(checkpoint.found(folder)) if self.source else 0
             checkpoint.check_room(folder, need * max(min(t.keep + 1, saves + have) - have, saves > 0))
             folder, resume = make(), self.step if self.source else None
-            self.recorder = Recorder(folder, resume=resume, tensorboard=t.tensorboard)
+            self.recorder = Recorder(folder, resume=resume)
             if self.source:
                 checkpoint.set_aside(self.source)
             self.describe(self.recorder)
@@ -127,16 +128,15 @@ class Training:
     def go(self, asked: Callable[[], bool]) -> Result:
         """Take the remaining steps, until `asked` to stop, and close the record however that ends."""
         status = "failed"
-        again = shlex.join(["foamlab", "train", "--resume", str(self.folder)])
         fields: dict[str, Any] = {}
         try:
             self.memory = machine.Memory(self.world.device)
             finished = self.loop(asked)
             result = self.result(finished)
             status, fields = result.status, {"result": result.summary(), "bytes": result.bytes}
-            fields["resume"] = "" if finished else again
+            fields["resume"] = "" if finished else self.again
         except KeyboardInterrupt:
-            status, fields = "interrupted", {"resume": again if self.kept else ""}
+            status, fields = "interrupted", {"resume": self.again}
             raise
         except Exception as e:
             fields = {"error": str(e), "reason": "diverged" if isinstance(e, Diverged) else "error"}
@@ -147,6 +147,11 @@ class Training:
         place = {"folder": str(self.folder), "sample": result.sample}
         self.emit({"kind": "end", "status": status, **place, **fields})
         return result
+
+    @property
+    def again(self) -> str:
+        """The command that goes on from the newest checkpoint; empty if there is none, or none that would."""
+        return shlex.join(["foamlab", "train", "--resume", str(self.folder)]) if self.kept and self.resumable else ""
 
     def loop(self, asked: Callable[[], bool]) -> bool:
         """Steps, evaluations and checkpoints to the last step (True), or until asked to stop (False)."""
@@ -200,7 +205,7 @@ class Training:
         self.step, self.tokens, self.seconds, self.skipped = self.good
         if self.step > (self.kept or 0) and all(bool(p.isfinite().all()) for p in self.take.parameters):
             self.save()
-        how = f", then resume from step {self.kept} with --resume {self.folder}" if self.kept else ""
+        how = f", then resume from step {self.kept} with --resume {self.folder}" if self.again else ""
         raise Diverged(
             f"stopped: {count} steps in a row after step {self.step} could not be taken ({why}); "
             f"lower --optimizer.lr or --train.clip, raise --train.warmup, or use --train.precision float32{how}"
@@ -293,6 +298,7 @@ class Training:
                 None,
                 f"{self.config.optimizer.name} keeps its state as objects that cannot be stored safely",
             )
+            self.resumable = False
             self.emit({"kind": "note", "message": f"the checkpoint will not resume: {remark}"})
         training = {name: getattr(self, name) for name in PLACE} | {"optimizer": state, "remark": remark}
         training |= {"config": json.dumps(to_dict(self.config)), "data": self.corpus.key, "digest": self.corpus.digest}

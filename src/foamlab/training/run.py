@@ -22,6 +22,7 @@ from ..errors import UserError
 from ..files import lock
 from ..memory import advise
 from ..models.language import check_head
+from ..runs.tensorboard import listening
 from ..settled import Settled, check, settle
 from ..signals import stop_requests
 from . import checkpoint, restoring
@@ -50,6 +51,8 @@ def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = 
         stack.enter_context(machine.threads(t.threads))
         stack.enter_context(torch.random.fork_rng([world.device] if world.device.type == "cuda" else []))
         emit: OnEvent = (lambda event: None) if world.rank else on_event
+        if t.tensorboard and not world.rank:
+            emit = stack.enter_context(listening(emit))
         if resume is None:
             saved, source, folder = None, None, Path(config.out or "runs")
             if config.out and in_use(folder):

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from ...errors import known_name
+from ...files import make_folder
 from ...text import table
 from ..command import Command
 
@@ -39,6 +40,8 @@ def study(
     from ..run_display import display
 
     known_name(what, ("convergence",), "study")
+    chosen, lengths = lab.levels_of(levels), [2**k for k in range(6, longest + 1)]
+    make_folder(out)  # before the work, which takes minutes
     began = time.monotonic()
     with display(sys.stderr) as show, threads(1):
 
@@ -46,8 +49,7 @@ def study(
             if time.monotonic() - began > 2:
                 show({"kind": "prepare", "stage": "study", "share": share})
 
-        lengths = [2**k for k in range(6, longest + 1)]
-        found = lab.convergence(lab.levels_of(levels), lengths, seeds, rate, seed, progress)
+        found = lab.convergence(chosen, lengths, seeds, rate, seed, progress)
     head, *rows = lab.table(found)
     print(table(head, rows))
     for path in lab.write(found, out):
