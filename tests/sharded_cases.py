@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import product
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from sharded_models import MODELS
 from torchfoam import FOAM
 
 WORLD = 4
@@ -32,12 +34,7 @@ STATES = ("float32", "bfloat16", "int8")
 RULES = ("adam", "mini", "muon")
 # rows for four, for fewer (empty shards), columns cut between blocks of 4 and groups of 32, ragged, a stack, a filter
 SHAPES: tuple[tuple[int, ...], ...] = ((8, 512), (3, 12), (7, 21), (3, 5, 16), (6, 2, 3, 3), (9,))
-CASES: dict[str, Callable[[], None]] = {}
-
-
-def case(function: Callable[[], None]) -> Callable[[], None]:
-    CASES[function.__name__] = function
-    return function
+CASES: dict[str, Callable[[], None]] = {**MODELS}
 
 
 def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -138,14 +135,17 @@ def main(rank: int, folder: Path, names: list[str]) -> None:
         "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
     )
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message="FOAM was given parameters without names")
+    for said in ("FOAM was given parameters without names", "a group states level=", "FSDP2-wrapped module"):
+        warnings.filterwarnings("ignore", message=said)
     wrong = {}
     for name, function in CASES.items():
         if names and name not in names:
             continue
         try:
+            start = perf_counter()
             function()
             wrong[name] = ""
+            print(f"{perf_counter() - start:5.1f} s  {name}", flush=True)
         except Exception:
             wrong[name] = traceback.format_exc()
         (folder / f"{rank}.json").write_text(json.dumps(wrong))

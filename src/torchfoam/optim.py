@@ -20,7 +20,7 @@ from .memory import check_held, imagined, whole
 from .options import OPTIONS, Options, check, check_names, hyper, unknown, unread
 from .rates import Rates
 from .saved import FORMAT, load, upgraded
-from .shard import is_sharded, local, whole_tensor
+from .shard import in_process_group, is_sharded, local, whole_tensor
 from .state import check_kept, fits, follow, new_state
 from .values import known_value
 
@@ -228,7 +228,19 @@ class FOAM(Optimizer):
             number += len(group["params"])
         for h, backend, slots in work:
             perform(backend, slots, h)
+        if not work:
+            self._check_orphaned()
         return loss
+
+    def _check_orphaned(self) -> None:
+        """Warn once if no gradient has ever come: the model may have other tensors now, as sharding gives it."""
+        steps = [kept["step"] for kept in self.state.values()]
+        if in_process_group() and steps and not any(x.is_meta or x.item() for x in steps):
+            warn_once(
+                "no parameter of this optimizer has ever had a gradient, so nothing is trained. If the model was "
+                "sharded (fully_shard, parallelize_module, FSDP) after the optimizer was made, its weights are other "
+                "tensors now: make the optimizer after that"
+            )
 
     @torch.no_grad()
     def step_parameter(self, p: Tensor, group: dict[str, Any], number: int) -> None:

@@ -263,10 +263,13 @@ def cut_as(like: Tensor, x: Tensor) -> Tensor:
     return local(x if y.placements == q.placements else y.redistribute(placements=q.placements))
 
 
+def in_process_group() -> bool:
+    """Whether this process is one of a group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def replicated(opt: Optimizer) -> bool:
     """Whether several ranks hold whole copies of any parameter, so that gradients are averaged between them."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    if torch.distributed.get_world_size() == 1:
+    if not in_process_group() or torch.distributed.get_world_size() == 1:
         return False
     return not all(is_sharded(p) for group in opt.param_groups for p in group["params"] if p.requires_grad)
