@@ -209,21 +209,21 @@ def test_the_papers_memory_chart(model, paper):
 # ---------------------------------------------------------------------------------------------- what fits
 
 
-def mildest(config, card, **more):
-    """(flags of the mildest change that fits or None, why nothing does)."""
+def smallest(config, card, **more):
+    """(flags of the smallest change that fits or None, why nothing does)."""
     planner = Planner(config, card=card, **more)
     asked = planner.plan(config)
-    found, why = advise.mildest_of(planner, asked)
+    found, why = advise.smallest_change(planner, asked)
     assert found is None or found.total <= planner.capacity
     return (advise.flags(asked.config, found.config) if found else None), why
 
 
-def test_the_mildest_change_that_fits():
+def test_the_smallest_change_that_fits():
     config = run(batch=16, sequence=128)
     need = foamlab.plan(config).total
-    assert mildest(config, need)[0] == []
-    assert mildest(config, int(0.95 * need))[0] == ["--train.micro_batch 8"]
-    flags, _ = mildest(run(batch=1, sequence=32), 600 * 10**6 + 17 * 10**6)
+    assert smallest(config, need)[0] == []
+    assert smallest(config, int(0.95 * need))[0] == ["--train.micro_batch 8"]
+    flags, _ = smallest(run(batch=1, sequence=32), 600 * 10**6 + 17 * 10**6)
     assert flags and any("release" in flag or "precision" in flag for flag in flags)
     assert not any("level" in flag for flag in flags)
 
@@ -260,9 +260,9 @@ def test_largest():
 
 
 def test_impossible_budgets_say_why():
-    assert mildest(run("llama-7b"), "10GB") == (None, "nothing fits 10GB: the weights alone need 13.5 GB")
+    assert smallest(run("llama-7b"), "10GB") == (None, "nothing fits 10GB: the weights alone need 13.5 GB")
     # gradients cannot be released where several processes share the batch
-    both = mildest(run("llama-7b", "adamw", batch=2), "20GB", gpus=2)
+    both = smallest(run("llama-7b", "adamw", batch=2), "20GB", gpus=2)
     assert both == (None, "nothing fits 20GB: weights and gradients alone need 27.0 GB")
 
 
@@ -456,7 +456,9 @@ def test_the_command(tmp_path, capsys):
     assert all(f.stat().st_size > 1000 for f in files[:2] + files[3:])
     page = files[0].read_text()
     assert "default-src 'none'" in page and "https://" not in page.split("<script>")[0]
-    assert json.loads(files[1].read_text())["asked"]["exact"]["weights"] == 7361024
+    told = json.loads(files[1].read_text())
+    assert told["asked"]["exact"]["weights"] == 7361024
+    assert told["mildest"] == told["smallest_change"] == told["asked"]  # by both of its names
     assert main(["train", str(files[2]), "--dry_run"]) == 0
     capsys.readouterr()
     assert "tokenizer: bpe:4096" in files[2].read_text()

@@ -1,4 +1,4 @@
-"""What fits a card, and the mildest way to make a run fit.
+"""What fits a card, and the smallest change that makes a run fit.
 
 Ways to save are tried in a stated order: what changes no result first, then what loses least (docs/planning.md gives
 the evidence). A run that cannot fit is refused before it starts, and one that ran out of memory is told what to change.
@@ -35,17 +35,17 @@ class Fit:
 
     Args:
         asked: the run as it was set.
-        mildest: the run with the mildest changes that fits; None if nothing does.
+        smallest: the run with the smallest change that fits; None if nothing does.
         changes: those changes, as flags of `foamlab train`.
         why: why nothing fits, or "".
         rows, sequence: most rows a pass (at the sequence length set), and the longest sequence (one row a pass), that
-            `mildest` has room for; 0 where nothing fits or there is no card.
+            `smallest` has room for; 0 where nothing fits or there is no card.
         rivals: for every optimizer at its defaults: name, options, state, total (without the step's own), fits, peak.
         sharded: number of GPUs -> bytes on each, if the run is sharded over them by FSDP2 (modelled).
     """
 
     asked: Plan
-    mildest: Plan | None
+    smallest: Plan | None
     changes: list[str]
     why: str
     rows: int
@@ -55,13 +55,14 @@ class Fit:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        plans = {"asked": self.asked.as_dict(), "mildest": self.mildest.as_dict() if self.mildest else None}
+        smallest = self.smallest.as_dict() if self.smallest else None
+        plans = {"asked": self.asked.as_dict(), "smallest_change": smallest, "mildest": smallest}  # as 0.2 calls it
         keys = ("changes", "why", "rows", "sequence", "rivals", "sharded")
         return plans | {key: getattr(self, key) for key in keys}
 
 
 def fit(planner: Planner, config: RunConfig, everything: bool = False) -> Fit:
-    """Plan a run, and find the mildest changes with which it fits the planner's card.
+    """Plan a run, and find the smallest change with which it fits the planner's card.
 
     `everything`: compare also with the optimizers of other packages, whose imports take seconds.
 
@@ -69,21 +70,21 @@ def fit(planner: Planner, config: RunConfig, everything: bool = False) -> Fit:
         UserError: what `plan` raises.
     """
     asked = planner.plan(config)
-    mildest, why = mildest_of(planner, asked) if planner.capacity else (asked, "")
+    smallest, why = smallest_change(planner, asked) if planner.capacity else (asked, "")
     rows = sequence = 0
-    if mildest and planner.capacity:
-        rows, sequence = most_rows(planner, mildest.config), longest(planner, mildest.config)
+    if smallest and planner.capacity:
+        rows, sequence = most_rows(planner, smallest.config), longest(planner, smallest.config)
     many = (2, 4, 8) if not config.train.release else ()  # each would step on its own gradient
     gpus = {n: sharded(planner, config, n) for n in many if config.train.batch >= n}
-    changes = flags(asked.config, mildest.config) if mildest else []
-    return Fit(asked, mildest, changes, why, rows, sequence, rivals(planner, asked, everything), gpus)
+    changes = flags(asked.config, smallest.config) if smallest else []
+    return Fit(asked, smallest, changes, why, rows, sequence, rivals(planner, asked, everything), gpus)
 
 
-# ---------------------------------------------------------------------------------------------- the mildest change
+# ---------------------------------------------------------------------------------------------- the smallest change
 
 
 def variants(asked: RunConfig, gpus: int = 1) -> Iterator[RunConfig]:
-    """Ways to save memory, mildest first: what comes first in this product is the last to change."""
+    """Ways to save memory, smallest change first: what comes first in this product is the last to change."""
     t = asked.train
     precisions = [t.precision] + ["bfloat16"] * (t.precision != "bfloat16")
     again = [asked.model.checkpointing] + [True] * (not asked.model.checkpointing)
@@ -120,8 +121,8 @@ def states(chosen: OptimizerConfig) -> list[str]:
     return [asked] + (list(STATES[STATES.index(asked) + 1 :]) if asked in STATES else ["int8"])
 
 
-def mildest_of(planner: Planner, asked: Plan) -> tuple[Plan | None, str]:
-    """(the plan with the mildest changes that fits, ""), or (None, why nothing does)."""
+def smallest_change(planner: Planner, asked: Plan) -> tuple[Plan | None, str]:
+    """(the plan with the smallest change that fits, ""), or (None, why nothing does)."""
     assert planner.capacity
     limit, target = planner.capacity, asked.card or gb(planner.capacity)
     least = asked.total
@@ -347,8 +348,8 @@ def advise(planner: Planner, plan: Plan) -> str:
     """One line: what a run needs, what there is, and what to change."""
     assert planner.capacity
     parts = ", ".join(f"{name} {gb(size)}" for name, size in sorted(plan.peak.items(), key=lambda x: -x[1])[:4] if size)
-    mildest, why = mildest_of(planner, plan)
-    hint = f"it fits with {' '.join(flags(plan.config, mildest.config))}" if mildest else why
+    smallest, why = smallest_change(planner, plan)
+    hint = f"it fits with {' '.join(flags(plan.config, smallest.config))}" if smallest else why
     return f"this run needs about {gb(plan.total)} of {gb(planner.capacity)} ({parts}): {hint}"
 
 

@@ -41,10 +41,10 @@ class Plan:
         vocabulary, parameters, trainable: of the model; tied weights count once.
         exact: "weights", "gradients", "state": all of them, exactly. (State counts torch's step counters, which
             non-fused optimizers keep in the host's memory, 4 bytes a tensor.)
-        peak: what is there at the fullest moment of a step: "weights", "buffers", "state", "gradients",
+        peak: what is there at the peak of a step: "weights", "buffers", "state", "gradients",
             "activations", "logits", "temporaries"; on several GPUs "buckets" of DistributedDataParallel; on CUDA
             "context" and "slack", which are assumed.
-        where: which moment that is.
+        where: which moment the peak is.
         capacity, card: what there is, and what it was called; None where nothing was asked.
     """
 
@@ -61,7 +61,7 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """Bytes at the fullest moment."""
+        """Bytes at the peak."""
         return sum(self.peak.values())
 
     @property
@@ -256,7 +256,7 @@ class Planner:
         return self._cache[key]
 
     def passes(self, config: RunConfig, shards: int = 1) -> simulate.Peak:
-        """The fullest moment of the forward and backward passes, with gradients in `shards`."""
+        """The peak of the forward and backward passes, with gradients in `shards`."""
         t = config.train
         rows, model = t.batch // self.gpus, self.model(config)
         many = rows > t.micro_batch

@@ -40,7 +40,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Peak:
-    """The fullest moment of a step: where it is, and the bytes beyond weights and state: gradients, activations (kept
+    """The peak of a step: where it is, and the bytes beyond weights and state: gradients, activations (kept
     by earlier stretches for the backward pass), logits (all that has a column for every token) and temporaries."""
 
     where: str
@@ -207,7 +207,7 @@ def passes(
             block stays whole to the end. Those of earlier micro-batches are there in shards.
 
     Returns:
-        The fullest moment. Weights and optimizer state are not part of it.
+        The peak. Weights and optimizer state are not part of it.
     """
     for p in model.parameters():
         p.grad = None

@@ -47,8 +47,8 @@ def text(fit: Fit, color: bool = False, width: int = 110) -> str:
     for line in answers(fit):
         console.print(line)
     table = Table(title="the same run under each optimizer, at its defaults", title_justify="left", box=None)
-    for name in ("optimizer", "state", "fullest moment", ""):
-        table.add_column(name, justify="right" if name in ("state", "fullest moment") else "left")
+    for name in ("optimizer", "state", "peak", ""):
+        table.add_column(name, justify="right" if name in ("state", "peak") else "left")
     for row in fit.rivals:
         verdict = "" if fit.asked.capacity is None else "fits" if row["fits"] else "does not fit"
         state = row["options"].get("state")
@@ -77,7 +77,7 @@ def components(plan: Plan) -> Any:
     table = Table(box=None, pad_edge=False)
     table.add_column("component")
     table.add_column("in all", justify="right")
-    table.add_column("at the fullest moment", justify="right")
+    table.add_column("at peak", justify="right")
     table.add_column("")
     table.add_column("")
     for name, remark in PARTS.items():
@@ -94,14 +94,14 @@ def components(plan: Plan) -> Any:
 def answers(fit: Fit) -> list[str]:
     """What fits, in sentences."""
     lines = []
-    asked, mildest = fit.asked, fit.mildest
+    asked, smallest = fit.asked, fit.smallest
     if asked.capacity is not None:
-        if mildest and fit.changes:
-            lines.append(f"Fits with {' '.join(fit.changes)}: {gb(mildest.total)} of {gb(asked.capacity)}.")
-        elif not mildest:
+        if smallest and fit.changes:
+            lines.append(f"Fits with {' '.join(fit.changes)}: {gb(smallest.total)} of {gb(asked.capacity)}.")
+        elif not smallest:
             lines.append(f"{fit.why[0].upper()}{fit.why[1:]}.")
-    if mildest and fit.rows:
-        c = mildest.config
+    if smallest and fit.rows:
+        c = smallest.config
         most = f"{fit.rows} rows of {c.data.sequence} tokens a pass"
         lines.append(f"Room, with these settings: up to {most}; or one row of up to {fit.sequence:,} tokens.")
     if fit.sharded and asked.device == "cuda":
@@ -115,14 +115,14 @@ def bars(fit: Fit) -> list[Bars]:
     scale = 1e9 if fit.asked.total >= 1e9 else 1e6
     unit = "GB" if scale == 1e9 else "MB"
     shown = {"as set": fit.asked.peak}
-    if fit.mildest and fit.changes:
-        shown["mildest that fits"] = fit.mildest.peak
+    if fit.smallest and fit.changes:
+        shown["smallest change that fits"] = fit.smallest.peak
     others = {row["name"]: row["peak"] for row in fit.rivals}
 
     def chart(name: str, title: str, peaks: dict[str, dict[str, int]]) -> Bars:
         parts = {part: [peak.get(part, 0) / scale for peak in peaks.values()] for part in PARTS}
         parts = {part: sizes for part, sizes in parts.items() if any(sizes)}
-        return Bars(name, title, f"{unit} at the fullest moment of a step", list(peaks), parts)
+        return Bars(name, title, f"{unit} at the peak of a step", list(peaks), parts)
 
     return [
         chart("plan", "What the run needs", shown),
@@ -151,7 +151,7 @@ def save(fit: Fit, path: Path, settings: dict[str, Any]) -> None:
         elif suffix == ".json":
             write_atomically(path, json.dumps(fit.as_dict(), indent=1))
         elif suffix in (".yaml", ".yml"):
-            if fit.mildest is None:
+            if fit.smallest is None:
                 raise UserError(fit.why)
             write_atomically(path, yaml.safe_dump(settings, sort_keys=False))
         elif suffix in (".png", ".svg", ".pdf"):

@@ -21,7 +21,7 @@ from ..training.step import Step
 
 @dataclass(frozen=True)
 class Rung:
-    """Bytes at the fullest moment of a step, by what they are. `temporaries` are activations and whatever else lives
+    """Bytes at the peak of a step, by what they are. `temporaries` are activations and whatever else lives
     for a while, the casts and buffers of the optimizer's step included; `logits` has a column for every token."""
 
     name: str
@@ -70,7 +70,7 @@ def climb(base: RunConfig, chunk: int = 128, vocabulary: int | None = None) -> I
 
 
 def measure(name: str, config: RunConfig, device: torch.device, vocabulary: int | None) -> Rung:
-    """The fullest moment of a step that finds its state there: a first one, on few tokens, makes it where it must."""
+    """The peak of a step that finds its state there: a first one, on few tokens, makes it where it must."""
     t, length = config.train, config.data.sequence
     dtype = torch.bfloat16 if t.precision == "bfloat16" else torch.float32
     model = models.build(config.model, vocabulary, length, device, dtype, t.seed)

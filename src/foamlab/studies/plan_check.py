@@ -26,7 +26,7 @@ SECOND = "foamlab: the second step"
 
 @dataclass(frozen=True)
 class Check:
-    """Bytes predicted and measured: "weights", "gradients", "state" (all of them), and "total" at the fullest moment.
+    """Bytes predicted and measured: "weights", "gradients", "state" (all of them), and "total" at the peak.
 
     `counted` is the part of the total that storages explain; the rest of it are buffers inside kernels.
     """
@@ -91,7 +91,7 @@ def text(check: Check) -> str:
         real = check.measured[name]
         verdict = "exact" if size == real else f"{100 * (size / real - 1):+.2f} %" if real else ""
         lines.append(f"{name:12}{size:16,}{real:16,}    {verdict}")
-    lines.append(f"the fullest moment: {check.where}; {check.counted:,} bytes of the measured are tensors")
+    lines.append(f"the peak: {check.where}; {check.counted:,} bytes of the measured are tensors")
     return "\n".join(lines)
 
 

@@ -56,7 +56,7 @@ def plan(
         print(dumps(sizes) if json else table(("", "GB"), [(k, f"{v / 1e9:.1f}") for k, v in sizes.items()]))
         return 0
     answer = advise.fit(planner, config, rivals)
-    settings = to_dict(answer.mildest.config) if answer.mildest else {}
+    settings = to_dict(answer.smallest.config) if answer.smallest else {}
     print(dumps({**answer.as_dict(), "settings": settings}) if json else view.text(answer, sys.stdout.isatty()))
     for path in filter(None, write.split(",")):
         view.save(answer, Path(path), settings)
