@@ -479,3 +479,14 @@ def test_check_is_shown(capsys):
     found = check(run())
     text = plan_check.text(found)
     assert text.count("exact") == 3 and "%" in text.splitlines()[4]
+
+
+def test_a_name_that_looks_like_markup_is_shown_as_it_is(tmp_path, capsys, monkeypatch):
+    small.prepare(tmp_path)
+    (tmp_path / "a[").mkdir()
+    (tmp_path / "llama").rename(model := tmp_path / "a[" / "b]")
+    shape = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": 512}))
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--model.name", "a[/b]", "--data.tokenizer", "bytes", "--data.sequence", "16"]) == 0
+    assert "a[/b]: 7,488 parameters" in capsys.readouterr().out

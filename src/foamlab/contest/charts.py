@@ -75,7 +75,7 @@ def open_book(folder: Path) -> Book:
     """Read a contest.
 
     Raises:
-        UserError: as `ledger.read`.
+        UserError: as `folder.read`.
     """
     kept = read(folder)
     contest = {**kept, **standings(folder, kept)}

@@ -13,7 +13,8 @@ from typing import Any
 
 from ..errors import UserError
 from ..runs.summary import number, summarize
-from . import folder as ledger
+from .folder import read
+from .model import FILE
 
 DEPTH = 4  # folders below a named one: runs/DAY/CONTEST/ARM/TRIAL
 RUN = "run.json"
@@ -61,7 +62,7 @@ def take(paths: Iterable[Path | str]) -> Inventory:
 
 def _below(path: Path, depth: int = DEPTH) -> Iterator[Path]:
     """Runs and contests in a folder, itself included; what is inside of one belongs to it."""
-    if (path / RUN).exists() or (path / ledger.FILE).exists():
+    if (path / RUN).exists() or (path / FILE).exists():
         yield path
     elif depth and path.is_dir():
         try:
@@ -80,8 +81,8 @@ def _sort(path: Path, found: Inventory) -> None:
         if (path / RUN).exists():
             summarize([path])
             found.runs.append(path)
-        elif (path / ledger.FILE).exists():
-            found.contests[path] = _line(path, ledger.read(path))
+        elif (path / FILE).exists():
+            found.contests[path] = _line(path, read(path))
         elif path.is_dir():
             found.skipped[path] = f"no run in it, nor {DEPTH} folders down"
         else:

@@ -39,13 +39,14 @@ def text(fit: Fit, color: bool = False, width: int = 110) -> str:
     """Everything `foamlab plan` has to say."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     stream = StringIO()
     console = Console(file=stream, force_terminal=color, no_color=not color, width=width, highlight=False)
-    console.print(f"[bold]{headline(fit.asked)}[/bold]")
+    console.print(Text(headline(fit.asked), "bold"))  # no markup: names of models are in it
     console.print(components(fit.asked))
     for line in answers(fit):
-        console.print(line)
+        console.print(Text(line))
     table = Table(title="the same run under each optimizer, at its defaults", title_justify="left", box=None)
     for name in ("optimizer", "state", "peak", ""):
         table.add_column(name, justify="right" if name in ("state", "peak") else "left")
@@ -61,7 +62,7 @@ def headline(plan: Plan) -> str:
     """What was planned, in one line."""
     c = plan.config
     options = "".join(f" {key}={value}" for key, value in c.optimizer.options.items())
-    rows = f"{c.train.batch} x {c.data.sequence} tokens a step, {c.train.micro_batch} rows a pass"
+    rows = f"{c.train.batch} x {c.data.sequence} tokens a step, micro-batch {c.train.micro_batch}"
     extra = ", checkpointing" if c.model.checkpointing else ""
     lora = f", {plan.trainable:,} of them trainable" if plan.trainable < plan.parameters else ""
     return (
@@ -73,6 +74,7 @@ def headline(plan: Plan) -> str:
 def components(plan: Plan) -> Any:
     """A rich table with a bar for each component."""
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
     table.add_column("component")
@@ -85,9 +87,9 @@ def components(plan: Plan) -> Any:
             continue
         size, whole = plan.peak[name], plan.exact.get(name)
         bar = "█" * round(30 * size / max(plan.total, 1))
-        table.add_row(name, gb(whole) if whole is not None else "", gb(size), bar, f"[dim]{remark}[/dim]")
+        table.add_row(name, gb(whole) if whole is not None else "", gb(size), bar, Text(remark, "dim"))
     verdict = "" if plan.capacity is None else f"of {gb(plan.capacity)}: {'fits' if plan.fits else 'does not fit'}"
-    table.add_row("[bold]total[/bold]", "", f"[bold]{gb(plan.total)}[/bold]", verdict, f"[dim]{plan.where}[/dim]")
+    table.add_row("[bold]total[/bold]", "", f"[bold]{gb(plan.total)}[/bold]", verdict, Text(plan.where, "dim"))
     return table
 
 
@@ -102,7 +104,7 @@ def answers(fit: Fit) -> list[str]:
             lines.append(f"{fit.why[0].upper()}{fit.why[1:]}.")
     if smallest and fit.rows:
         c = smallest.config
-        most = f"{fit.rows} rows of {c.data.sequence} tokens a pass"
+        most = f"a micro-batch of {fit.rows} rows of {c.data.sequence} tokens"
         lines.append(f"Room, with these settings: up to {most}; or one row of up to {fit.sequence:,} tokens.")
     if fit.sharded and asked.device == "cuda":
         sizes = ", ".join(f"{gb(size)} on each of {n}" for n, size in fit.sharded.items())

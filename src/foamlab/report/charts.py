@@ -1,4 +1,4 @@
-"""Charts as plain data: `figures` draws them with plotly for a page, `pictures` with matplotlib.
+"""Charts as plain data: `plotly_charts` draws them for a page, `matplotlib_charts` as files.
 
 This room knows nothing of runs or folders. Runs are told apart by colour (Okabe and Ito's colour-blind-safe palette),
 dash and marker together: the three cycles have lengths 7, 5 and 6, so the first 35 runs all look different.

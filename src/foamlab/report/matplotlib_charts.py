@@ -1,4 +1,4 @@
-"""The charts of `plots` as files, drawn with matplotlib: PNG, SVG, PDF."""
+"""The charts of `charts` as files, drawn with matplotlib: PNG, SVG, PDF."""
 
 from __future__ import annotations
 

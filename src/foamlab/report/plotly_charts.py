@@ -1,4 +1,4 @@
-"""The charts of `plots` as plotly figures: dicts of JSON values, for a page. Needs no plotly itself."""
+"""The charts of `charts` as plotly figures: dicts of JSON values, for a page. Needs no plotly itself."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One run in figures, and many runs in words: what the records show, and what they cannot show.
 
-Reads run folders through `record.read_run`; draws nothing, writes nothing, needs no torch.
+Reads run folders through `read_run`; draws nothing, writes nothing, needs no torch.
 """
 
 from __future__ import annotations

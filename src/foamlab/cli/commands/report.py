@@ -25,7 +25,7 @@ def report(
             adamw.
     """
     from ...contest import inventory, page
-    from ...report import runs_page as runspage
+    from ...report import runs_page
 
     found = inventory.take(runs)
     for path, why in found.skipped.items():
@@ -39,10 +39,10 @@ def report(
         print(fitted(page.compare_table([found.contest])))
         written = page.report([found.contest], out, **more)
     else:
-        rows = runspage.compare_table(found.runs)
-        print(fitted(rows), *runspage.legend(rows), sep="\n")
+        rows = runs_page.compare_table(found.runs)
+        print(fitted(rows), *runs_page.legend(rows), sep="\n")
         print(*found.contests.values(), sep="\n", end="\n" * bool(found.contests))
-        written = runspage.report(found.runs, out, contests=[*found.contests.values()], **more)
+        written = runs_page.report(found.runs, out, contests=[*found.contests.values()], **more)
     for path in written:
         print(f"wrote {path}")
 
