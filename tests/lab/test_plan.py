@@ -117,6 +117,13 @@ def test_a_plan_is_what_a_training_run_takes(kind, checkpointing, tmp_path):
     assert plan.total == pytest.approx(told["before"] + told["peak"](), rel=0.01)
 
 
+def test_planners_of_one_settled_run_do_not_disturb_each_other():
+    planned = settled_for(run(batch=4), "refuse")
+    total = Planner.of(planned, 0).plan(planned.config).total
+    other = Planner.of(planned, 0).plan(replace(planned.config, model=ModelConfig("llama-1m", checkpointing=True)))
+    assert other.total < total == Planner.of(planned, 0).plan(planned.config).total
+
+
 HEADS = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4}
 OTHERS = {  # attention of a family's own, products of experts, values of another width than keys
     "Bloom": {"hidden_size": 64, "n_layer": 5, "n_head": 4},

@@ -154,7 +154,6 @@ class Planner:
         c = run.config
         planner = cls(c, None, run.device.type, run.processes, capacity, run.vocabulary)
         planner._cache[planner._key(c)] = run.model
-        planner._cache["checkpointing", id(run.model)] = c.model.checkpointing
         return planner
 
     def plan(self, config: RunConfig, step: bool = True) -> Plan:
@@ -267,7 +266,7 @@ class Planner:
             loss = partial(loss_fn, chunk=t.chunked_loss)
             check_optimizer(t, self.optimizer(config).optimizer, self.gpus)
             release = self.optimizer(config).each if t.release else None
-            if self._cache.get(("checkpointing", id(model)), False) != config.model.checkpointing:
+            if self._cache.get(("checkpointing", id(model))) != config.model.checkpointing:
                 models.switch_checkpointing(model, config.model.checkpointing)
                 self._cache["checkpointing", id(model)] = config.model.checkpointing
             try:
