@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import platform
 import random
 import re
 import shutil
@@ -142,6 +143,38 @@ def test_narrow_storage_is_the_wide_result_rounded(p: Any, g: Any, s: Any) -> No
         for stochastic in (True, False):
             h = hyper(level, stochastic=stochastic, seed=-7)
             check(slot(shape, level, p, g, s), h, f"{shape} level {level}")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are for x86-64")
+@pytest.mark.parametrize("flag", ["-mno-avx512f", "-march=x86-64-v2"])
+def test_narrower_vectors_are_as_good(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    function = cpu.load(cpu.build(tmp_path, [flag, "-O1"]))
+    monkeypatch.setattr(cpu, "_library", lambda: function)
+    for shape, level in (
+        ((9, 1037), 0),
+        ((16, 96), 0),
+        ((16, 64), 1),
+        ((9, 1037), 2),
+        ((33, 512), 5),
+        ((3, 1500), "row"),
+    ):
+        for p, s in ((F32, F32), (BF16, BF16), (BF16, CODES)):
+            for h in (hyper(level), hyper(level, stochastic=False, eps=0.0)):
+                check(slot(shape, level, p, p, s), h, f"{shape} level {level} {p} {s}")
+
+
+def test_groups_of_tiny_and_of_no_numbers() -> None:
+    """Codes of what has long had no gradient: nothing, almost nothing, and both beside ordinary numbers."""
+    for size in (0.0, -0.0, 1e-45, 1e-39, 1e-35, 1e-31, 1e-28):
+        for stochastic in (True, False):
+            start = slot((4, 96), 0, s=CODES)
+            start.g[:2] = size
+            start.g[1, 40:50] = 0.0
+            start.g[2, 3::7] = size
+            for name in ("m", "v"):
+                start.state[name][:2] = 0
+            h = hyper(0, stochastic=stochastic, beta1=0.0, beta2=0.0)
+            check_rounded(start, h, {k: x for k, x in ran(start, h, F32).items() if k != "p"}, f"g = {size}")
 
 
 def test_fuzz() -> None:

@@ -115,107 +115,112 @@ static void unview(const Array *a, long at, long n, const float *x) {
 
 /* ------------------------------------------------------------------ 8-bit codes, in quant.py's words */
 
-enum { GROUP = 32, PARTS = GROUP / (2 * N) };
+enum { GROUP = 32, PARTS = GROUP / (2 * N), RUN = 32 };
 
-/* A group's numbers, from its codes and its exponent byte. An index is the upper half of a float, shifted by 3. */
-INLINE void decode(float *out, const uint8_t *codes, uint8_t exponent, const int is_signed) {
-    const int16_t base = 16 * exponent - (is_signed ? 112 : 240);
-    for (int i = 0; i < PARTS; i++) {
+/* The numbers of `count` groups, from their codes and exponent bytes. An index is a float's upper half, shifted by 3. */
+INLINE void decode(float *out, const uint8_t *codes, const uint8_t *exponents, long count, const int is_signed) {
+    for (long i = 0; i < count * PARTS; i++) {
         vb bytes;
         memcpy(&bytes, codes + 2 * N * i, sizeof bytes);
         vs code = from_bytes(bytes), small = is_signed ? code & 0x7f : code;
+        int16_t base = 16 * exponents[i / PARTS] - (is_signed ? 112 : 240);
         vs upper = (larger(small + base, (vs){0}) & (small != 0)) << 3;
         if (is_signed) upper |= (code & 0x80) << 8;
         store_two(out + 2 * N * i, interleave(open_pairs(&upper)));
     }
 }
 
-/* One number's code where the group is not an ordinary one: `top` is the group's largest index */
-static uint8_t encode_one(float x, int is_signed, uint32_t uniform, int top) {
-    uint32_t bits, magnitude;
-    memcpy(&bits, &x, 4), magnitude = bits & 0x7fffffff;
-    int sign = is_signed ? bits >> 24 & 0x80 : 0, index = MIN((magnitude + uniform) >> 19, 4079);
-    if (magnitude >= 0x7f800000) index = magnitude > 0x7f800000 ? 4095 : 4080;
-    if (magnitude == 0) return sign;
-    int code = index - (top & ~15) + (is_signed ? 112 : 240);
-    if (code < 1 && is_signed) {
-        uint32_t least = (uint32_t)MAX((top & ~15) - 111, 0) << 19;
-        float smallest;
-        memcpy(&smallest, &least, 4);
-        code = fabsf(x) > smallest * (uniform * 0x1p-19f);
-    }
-    return MAX(code, !is_signed) | sign;
+/* 19 random bits each, of which 16 are drawn: the middle of what they stand for */
+INLINE Draws uniform(const int stochastic, uint32_t key, uint64_t number) {
+    Draws r = stochastic ? draws(key, number) : (Draws){(vu){0} + 0x8000, (vu){0} + 0x8000};
+    return (Draws){r.a << 3 | stochastic << 2, r.b << 3 | stochastic << 2};
 }
-static __attribute__((noinline)) uint8_t encode_each(uint8_t *out, const float *x, int is_signed, const uint32_t *uniform) {
-    int top = 0;
-    for (int i = 0; i < GROUP; i++) {
-        uint32_t magnitude;
-        memcpy(&magnitude, x + i, 4), magnitude &= 0x7fffffff;
-        top = MAX(top, magnitude >= 0x7f800000 ? 4080 : (int)MIN((magnitude + uniform[i]) >> 19, 4079));
+
+/* Any group's codes, one number at a time; returns its exponent byte */
+static uint8_t encode_each(uint8_t *out, const float *x, int is_signed, int stochastic, uint32_t key, long number) {
+    uint32_t random[GROUP], bits[GROUP], any = 0;
+    int index[GROUP], top = 0;
+    memcpy(bits, x, sizeof bits);
+    for (int i = 0; i < GROUP; i++) any |= bits[i];
+    if (!any) { memset(out, 0, GROUP); return 0; } /* never touched: the most common of these */
+    for (int i = 0; i < PARTS; i++) {
+        Draws r = uniform(stochastic, key, number + 2 * N * i);
+        for (int j = 0; j < N; j++) random[2 * (N * i + j)] = r.a[j], random[2 * (N * i + j) + 1] = r.b[j];
     }
-    for (int i = 0; i < GROUP; i++) out[i] = encode_one(x[i], is_signed, uniform[i], top);
+    for (int i = 0; i < GROUP; i++) {
+        uint32_t magnitude = bits[i] & 0x7fffffff;
+        index[i] = magnitude > 0x7f800000 ? 4095 : magnitude == 0x7f800000 ? 4080 : MIN((magnitude + random[i]) >> 19, 4079);
+        top = MAX(top, index[i]);
+    }
+    const int base = top & ~15;
+    uint32_t least = (uint32_t)MAX(base - 111, 0) << 19;
+    float smallest;
+    memcpy(&smallest, &least, 4);
+    for (int i = 0; i < GROUP; i++) {
+        int code = index[i] - base + (is_signed ? 112 : 240);
+        if (code < 1) code = is_signed ? fabsf(x[i]) > smallest * (random[i] * 0x1p-19f) : 1;
+        out[i] = ((bits[i] & 0x7fffffff) != 0) * code | (is_signed ? bits[i] >> 24 & 0x80 : 0);
+    }
     return top >> 4;
 }
 
-/* A group's codes; returns its exponent byte. The ordinary group has no infinity or NaN, and its largest number is above
-   2^-100 (a second moment's: 2^-112), so that code 1 and its fractions are no denormals. */
-INLINE uint8_t encode(uint8_t *out, const float *x, const int is_signed, const int stochastic, uint32_t key, long at) {
-    vs index[PARTS], least[PARTS], signs[PARTS];
-    Two number[PARTS];
-    Draws uniform[PARTS];
-    vs most = {0};
-    for (int i = 0; i < PARTS; i++) {
-        number[i] = split(load_two(x + 2 * N * i));
-        vu a = (vu)number[i].a, b = (vu)number[i].b;
-        Draws r = stochastic ? draws(key, at + 2 * N * i) : (Draws){(vu){0} + 0x8000, (vu){0} + 0x8000};
-        uniform[i] = (Draws){r.a << 3 | stochastic << 2, r.b << 3 | stochastic << 2};
-        if (is_signed) signs[i] = (vs)(a >> 16 | (b & 0xffff0000u)) >> 8 & 0x80;
-        a &= 0x7fffffff, b &= 0x7fffffff, number[i] = (Two){(vf)a, (vf)b};
-        index[i] = (vs)((a + uniform[i].a) >> 19 | ((b + uniform[i].b) >> 3 & 0xffff0000u));
-        if (!is_signed) least[i] = (vs)(((vu)(a != 0) & 1) | ((vu)(b != 0) & 0x10000));
-        most = larger(most, index[i]);
-    }
-    const int top = largest(most), base = top & ~15;
-    if (__builtin_expect(top < (is_signed ? 432 : 240) || top >= 4080, 0)) {
-        static const float zeros[GROUP];
-        if (memcmp(x, zeros, sizeof zeros) == 0) { memset(out, 0, GROUP); return 0; }
-        uint32_t each[GROUP];
-        for (int i = 0; i < PARTS; i++)
-            store_two((float *)each + 2 * N * i, interleave((Two){(vf)uniform[i].a, (vf)uniform[i].b}));
-        return encode_each(out, x, is_signed, each);
-    }
-    float smallest; /* code 1 of a first moment: what lies below becomes it with the odds that keep the mean, or zero */
-    memcpy(&smallest, &(uint32_t){(uint32_t)(base - 111) << 19}, 4);
-    const vf unit = all(smallest * 0x1p-19f);
-    for (int i = 0; i < PARTS; i++) {
-        if (is_signed) {
-            vi a = number[i].a > unit * __builtin_convertvector((vi)uniform[i].a, vf);
-            vi b = number[i].b > unit * __builtin_convertvector((vi)uniform[i].b, vf);
-            least[i] = (vs)((a & 1) | (b & 0x10000));
+/* Codes and exponent bytes of `count` groups, RUN at most. The ordinary group has no infinity or NaN, and its largest number
+   is above 2^-100 (a second moment's: 2^-112), so that code 1 and its fractions are no denormals. The others come last: a call
+   among the ordinary ones would have all constants loaded anew for each. */
+INLINE void encode(uint8_t *out, uint8_t *exponents, const float *x, long count, const int is_signed, const int stochastic,
+                   uint32_t key, long number) {
+    uint8_t others[RUN];
+    int waiting = 0;
+    for (long n = 0; n < count; n++) {
+        vs index[PARTS], least[PARTS], signs[PARTS], most = {0};
+        Two size[PARTS];
+        Draws random[PARTS];
+        for (int i = 0; i < PARTS; i++) {
+            long at = n * GROUP + 2 * N * i;
+            Two y = split(load_two(x + at));
+            vu a = (vu)y.a, b = (vu)y.b;
+            random[i] = uniform(stochastic, key, number + at);
+            if (is_signed) signs[i] = (vs)(a >> 16 | (b & 0xffff0000u)) >> 8 & 0x80;
+            a &= 0x7fffffff, b &= 0x7fffffff, size[i] = (Two){(vf)a, (vf)b};
+            index[i] = (vs)((a + random[i].a) >> 19 | ((b + random[i].b) >> 3 & 0xffff0000u));
+            if (!is_signed) least[i] = (vs)(((vu)(a != 0) & 1) | ((vu)(b != 0) & 0x10000));
+            most = larger(most, index[i]);
         }
-        vs code = larger(index[i] - (int16_t)(base - (is_signed ? 112 : 240)), least[i]);
-        vb bytes = to_bytes(is_signed ? code | signs[i] : code);
-        memcpy(out + 2 * N * i, &bytes, sizeof bytes);
+        const int top = largest(most), base = top & ~15;
+        exponents[n] = top >> 4;
+        if (__builtin_expect(top < (is_signed ? 432 : 240) || top >= 4080, 0)) others[waiting++] = n;
+        /* code 1 of a first moment: what lies below becomes it with the odds that keep the mean, or zero */
+        const vf unit = (vf)((vi){0} + ((base - 111) << 19)) * 0x1p-19f;
+        for (int i = 0; i < PARTS; i++) {
+            if (is_signed) {
+                vi a = size[i].a > unit * __builtin_convertvector((vi)random[i].a, vf);
+                vi b = size[i].b > unit * __builtin_convertvector((vi)random[i].b, vf);
+                least[i] = (vs)((a & 1) | (b & 0x10000));
+            }
+            vs code = larger(index[i] - (int16_t)(base - (is_signed ? 112 : 240)), least[i]);
+            vb bytes = to_bytes(is_signed ? code | signs[i] : code);
+            memcpy(out + n * GROUP + 2 * N * i, &bytes, sizeof bytes);
+        }
     }
-    return top >> 4;
+    while (waiting) {
+        long n = others[--waiting];
+        exponents[n] = encode_each(out + n * GROUP, x + n * GROUP, is_signed, stochastic, key, number + n * GROUP);
+    }
 }
 
 /* The n moments from `at` on, whole groups of rows of W, between codes and the floats x */
 INLINE void groups(const Array *a, long W, long at, long n, float *x, const int is_signed, const int closing, const int stochastic) {
     uint8_t *codes = (uint8_t *)a->data + at, *exponent = a->exponents + at / W * ((W + GROUP - 1) / GROUP) + at % W / GROUP;
-    for (long left = W - at % W; n > 0; exponent++) {
-        long len = left < GROUP ? left : GROUP;
-        if (len == GROUP) {
-            if (closing) *exponent = encode(codes, x, is_signed, stochastic, a->key, a->number + at);
-            else decode(x, codes, *exponent, is_signed);
-        } else { /* a row's last group, filled up with zeros */
-            uint8_t c[GROUP] = {0};
-            float y[GROUP] = {0};
-            if (closing) memcpy(y, x, 4 * len), *exponent = encode(c, y, is_signed, stochastic, a->key, a->number + at), memcpy(codes, c, len);
-            else memcpy(c, codes, len), decode(y, c, *exponent, is_signed), memcpy(x, y, 4 * len);
-        }
+    for (long left = W % GROUP ? W - at % W : n; n > 0;) {
+        long len = left < GROUP ? left : MIN(left, MIN(n, RUN * GROUP)) / GROUP * GROUP, count = MAX(len / GROUP, 1);
+        uint8_t c[GROUP] = {0}, *from = len < GROUP ? c : codes;
+        float y[GROUP] = {0}, *to = len < GROUP ? y : x;
+        if (len < GROUP) memcpy(y, x, 4 * len), memcpy(c, codes, len); /* a row's last group, filled up with zeros */
+        if (closing) encode(from, exponent, to, count, is_signed, stochastic, a->key, a->number + at);
+        else decode(to, from, exponent, count, is_signed);
+        if (len < GROUP) memcpy(x, y, 4 * len), memcpy(codes, c, len);
         left = left == len ? W : left - len;
-        n -= len, codes += len, x += len, at += len;
+        n -= len, codes += len, x += len, at += len, exponent += count;
     }
 }
 
