@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import small
-import test_sweep
+import test_contest
 
 from foamlab import signals
 from foamlab.cli import main, run_display
@@ -90,7 +90,7 @@ def test_before_a_run_has_begun_a_request_is_as_ctrl_c(number, monkeypatch, caps
     assert capsys.readouterr().err == "foamlab: interrupted\n" and signal.getsignal(number) is before
 
 
-config = test_sweep.config
+config = test_contest.config
 
 
 @pytest.mark.parametrize("number", signals.STOPS)
@@ -119,7 +119,7 @@ def test_a_contest_lets_its_runs_save(number, config, tmp_path, monkeypatch):
             ran[0].returncode = -number  # Slurm tells all processes of a step
             signal.raise_signal(number)
 
-    end = runner.start(test_sweep.small_contest(config), tmp_path / "c", 2, on_event)
+    end = runner.start(test_contest.small_contest(config), tmp_path / "c", 2, on_event)
     assert end["status"] == "interrupted" and log
 
 

@@ -625,8 +625,12 @@ def test_processes_share_gradients_without_a_warning(tmp_path: Path, recwarn: py
         torch.distributed.destroy_process_group()
 
 
-def test_an_empty_folder_may_be_the_runs(home: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", [[], [".lock"]])
+def test_an_empty_folder_may_be_the_runs(home: Path, tmp_path: Path, left: list[str]) -> None:
+    """As may one in which a run was killed before it wrote anything."""
     (tmp_path / "run").mkdir()
+    for name in left:
+        (tmp_path / "run" / name).touch()
     assert train(small.config(home, tmp_path / "run", steps=1)).folder == tmp_path / "run"
     with pytest.raises(UserError, match="exists already"):
         train(small.config(home, tmp_path / "run", steps=1))

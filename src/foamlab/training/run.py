@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from .. import data, machine, models, optimizers
 from ..config import RULE_OF_OLD, Role, RunConfig, differences, flat, named, to_dict
 from ..errors import UserError
-from ..files import lock
+from ..files import LOCK, lock
 from ..memory import advise
 from ..models.language import check_head
 from ..runs.tensorboard import listening
@@ -155,7 +155,8 @@ def changes(old: dict[str, Any], new: dict[str, Any], source: Path) -> Iterable[
 
 def in_use(folder: Path) -> bool:
     """Whether something is there already; an empty folder, which a job script may have made, is none."""
-    return folder.exists() and not (folder.is_dir() and os.access(folder, os.R_OK) and not os.listdir(folder))
+    empty = folder.is_dir() and os.access(folder, os.R_OK) and set(os.listdir(folder)) <= {LOCK}
+    return folder.exists() and not empty
 
 
 def new_folder(config: RunConfig) -> Path:

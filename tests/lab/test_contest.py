@@ -1,11 +1,10 @@
-"""Contests: the search for rates, fairness of the runs, the rule, resuming, and what is said in the end."""
+"""Contests: fairness of the runs, the rule, resuming, and what is refused."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -24,180 +23,15 @@ from foamlab.cli.contest_commands import grids
 from foamlab.contest import design, runner, trial
 from foamlab.contest import folder as ledger
 from foamlab.contest.folder import why_stop
-from foamlab.contest.model import Arm, Outcome, Rule, Trial
+from foamlab.contest.model import Rule
 from foamlab.contest.page import report
-from foamlab.contest.results import standings, verdicts
-from foamlab.contest.search import beyond, search, wanted
+from foamlab.contest.results import standings
 from foamlab.errors import UserError
 from foamlab.files import lock
 from foamlab.runs.summary import summarize
 from foamlab.training.run import train
 
-# ---------------------------------------------------------------------------------------------- the search
-
-
-class Model(dict):
-    """Outcomes by a formula of the point; a list of what was asked for."""
-
-    def __init__(self, loss, runs=()):
-        super().__init__()
-        self.loss, self.runs = loss, dict(runs)
-
-    def __missing__(self, name):
-        return self.runs.get(name, Outcome("none"))
-
-    def do(self, trials):
-        for t in trials:
-            assert not self[t.name].over, f"{t.name} is run twice"
-            loss = self.loss(t.point, t.seed)
-            self.runs[t.name] = Outcome("diverged") if math.isinf(loss) else Outcome("done", loss)
-
-
-def play(arms, loss, seeds=(0,), finalists=0):
-    model = Model(loss)
-    for _ in range(50):
-        todo, found = wanted(arms, seeds, finalists, model)
-        if not todo:
-            return model, found
-        model.do(todo)
-    raise AssertionError("no end")
-
-
-def valley(lr, scale=0.25):
-    return lambda p, seed: math.log(p["lr"] / lr) ** 2 + math.log(p["scale"] / scale) ** 2 + seed
-
-
-ARM = Arm("a", "adamw", {}, {"lr": 1e-2, "scale": 1.0}, {"lr": [1e-3, 3e-3, 1e-2]})
-
-
-def test_a_best_value_inside_the_grid_is_taken():
-    model, found = play([ARM], valley(3e-3))
-    assert found["a"].point["lr"] == 3e-3 and not found["a"].edge and not found["a"].extended
-    assert len(model.runs) == 3
-
-
-@pytest.mark.parametrize("lr, added, edge", [(1e-2, 0.033, []), (1.0, 0.033, ["lr"]), (1e-9, 0.00033, ["lr"])])
-def test_a_best_value_at_an_end_is_followed_once_and_flagged_if_it_stays_there(lr, added, edge):
-    model, found = play([ARM], valley(lr))
-    assert found["a"].extended == {"lr": added} and len(model.runs) == 4
-    assert found["a"].edge == edge and found["a"].point["lr"] == (added if edge else 1e-2)
-
-
-def rates(rest, matrices, together=0.0):
-    """A valley in the rates of the matrices, lr * scale, and of the rest; `together` bends it."""
-
-    def loss(p, seed):
-        x, y = math.log(p["lr"] / rest), math.log(p["lr"] * p["scale"] / matrices)
-        return x**2 + y**2 + together * x * y + seed
-
-    return loss
-
-
-BOTH = replace(ARM, start={"lr": 1e-2, "scale": 0.25}, tune={"lr": [5e-3, 1e-2, 2e-2], "scale": [0.125, 0.25, 0.5]})
-
-
-@pytest.mark.parametrize(
-    "start", [{"lr": 1e-2, "scale": 0.25}, {"lr": 1e-2, "scale": 0.125}, {"lr": 5e-3, "scale": 1.0}]
-)
-@pytest.mark.parametrize("rest, matrices", [(5e-3, 1.25e-3), (2e-2, 1.25e-3), (1e-2, 5e-3), (4e-2, 2.5e-3)])
-def test_the_best_rates_are_found_wherever_the_search_begins(start, rest, matrices):
-    _, found = play([replace(BOTH, start=start)], rates(rest, matrices))
-    point = found["a"].point
-    assert point["lr"] == rest and point["lr"] * point["scale"] == pytest.approx(matrices, rel=1e-3)
-
-
-def test_lr_is_tried_with_the_matrices_rate_held():
-    todo, _ = wanted([BOTH], [0], 0, Model(None))
-    assert {(t.point["lr"], t.point["scale"]) for t in todo} == {(5e-3, 0.5), (1e-2, 0.25), (2e-2, 0.125)}
-
-
-@pytest.mark.parametrize("lr, runs", [([5e-3, 1e-2, 2e-2], 3), ([2e-2], 1)])
-def test_one_value_is_no_grid_but_the_value(lr, runs):
-    """Nothing is run at the value that the arm would have started from, though it may be better."""
-    model, found = play([replace(BOTH, tune={"lr": lr, "scale": [0.5]})], rates(2e-2, 2e-2 * 0.25))
-    assert all("scale0.5" in name for name in model.runs) and len(model.runs) == runs + bool(found["a"].extended)
-    assert found["a"].point["scale"] == 0.5
-
-
-def test_a_single_rate_takes_no_run_of_its_own():
-    model, found = play([replace(BOTH, tune={"lr": [2e-2], "scale": [0.125, 0.25]})], rates(2e-2, 2e-2 * 0.125))
-    assert found["a"].point == {"lr": 2e-2, "scale": 0.125} and found["a"].extended == {"scale": 0.062}
-    assert {name for name in model.runs if "scale0.0" not in name} == {
-        f"a/lr0.02-scale{x}-seed0" for x in (0.125, 0.25)
-    }
-
-
-def test_keys_are_tuned_again_until_none_moves():
-    """In a bent valley the first look at lr, far from the best scale, is misled."""
-    model, found = play([replace(BOTH, start={"lr": 5e-3, "scale": 1.0})], rates(1e-2, 1.25e-3, together=0.8))
-    assert found["a"].point == {"lr": 1e-2, "scale": 0.125}
-    assert "a/lr0.005-scale0.25-seed0" in model.runs, "scale was tuned at another lr first"
-
-
-@pytest.mark.parametrize("case", range(200))
-def test_the_search_ends_at_the_best_it_has_tried_whatever_the_losses(case):
-    """Rates that follow from one another are rounded: what should be one run may be two, a digit apart."""
-    draw = random.Random(case)
-
-    def some(low, high):
-        return sorted({float(f"{10 ** draw.uniform(low, high):.3g}") for _ in range(draw.randint(1, 4))})
-
-    start = {"lr": draw.choice([1e-2, 0.0724]), "scale": draw.choice([0.25, math.sqrt(128)])}
-    arm = replace(ARM, start=start, tune={"lr": some(-3.5, -0.5), "scale": some(-1.5, 0.7)})
-
-    def loss(p, seed):
-        luck = random.Random(f"{case} {p}").random()
-        smooth = valley(3e-3)(p, seed) + 0.8 * math.log(p["lr"]) * math.log(p["scale"])
-        return math.inf if luck < 0.05 else round(smooth + luck, draw.choice([0, 9]) if case % 2 else 9)
-
-    model, found = play([arm], loss)
-    best = min(model.runs, key=lambda name: model.runs[name].rank)
-    assert model.runs[Trial(arm, found["a"].point, 0, "").name].rank == model.runs[best].rank
-
-
-def test_values_that_are_one_run_are_one_run():
-    close = replace(ARM, tune={"lr": [0.0017, 0.0017001]})
-    todo, _ = wanted([close], [0], 0, Model(None))
-    assert len({t.name for t in todo}) == len(todo) == 1
-
-
-def test_where_all_diverge_lower_is_tried():
-    _, found = play([ARM], lambda p, seed: math.inf)
-    assert found["a"].extended == {"lr": 0.00033} and found["a"].edge == ["lr"]
-
-
-def test_what_was_stopped_is_behind_what_finished():
-    names = {x: Trial(ARM, {"lr": x, "scale": 1.0}, 0, "lr").name for x in (1e-3, 3e-3, 1e-2)}
-    runs = {names[1e-3]: Outcome("diverged"), names[3e-3]: Outcome("done", 5.0), names[1e-2]: Outcome("stopped", 3.0)}
-    assert search(ARM, 0, Model(None, runs)).point["lr"] == 3e-3
-
-
-@pytest.mark.parametrize("finalists, expected", [(0, {"a", "b", "c"}), (2, {"a", "b"}), (9, {"a", "b", "c"})])
-def test_seeds_are_for_the_winners(finalists, expected):
-    arms = [replace(ARM, label=x, start={**ARM.start, "scale": y}) for x, y in (("c", 4.0), ("a", 0.25), ("b", 0.5))]
-    model, _ = play(arms, valley(3e-3), seeds=(7, 8, 9), finalists=finalists)
-    assert {n.split("/")[0] for n in model.runs if n.endswith(("seed8", "seed9"))} == expected
-    assert all("lr0.003" in n for n in model.runs if not n.endswith("seed7"))
-
-
-def test_an_arms_own_default_is_tried_first():
-    todo, _ = wanted([ARM], [0], 0, Model(None))
-    assert [t.point["lr"] for t in todo] == [1e-2, 3e-3, 1e-3]
-
-
-@pytest.mark.parametrize(
-    "values, end, expected",
-    [
-        ([1.0, 2.0], 2.0, 4.0),
-        ([1.0, 2.0], 1.0, 0.5),
-        (["a", "b"], "b", None),
-        ([0, 1], 0, None),
-        ([1.0, 1e200], 1e200, None),
-        ([1e-200, 1.0], 1e-200, None),
-    ],
-)
-def test_beyond(values, end, expected):
-    assert beyond(values, end) == expected
+# ---------------------------------------------------------------------------------------------- settings
 
 
 def test_grids():
@@ -205,9 +39,6 @@ def test_grids():
     assert grids("adamw=1e-3, 3e-3; sgd=0.1", "lr") == {"adamw": [1e-3, 3e-3], "sgd": [0.1]}
     with pytest.raises(UserError, match=r"--lr takes numbers.*'fast'"):
         grids("fast", "lr")
-
-
-# ---------------------------------------------------------------------------------------------- settings
 
 
 @pytest.fixture(scope="module")
@@ -663,93 +494,6 @@ def test_the_rule_compares_runs_of_one_arm(tmp_path):
     assert not why_stop(tmp_path / "a" / "x", Rule(4, 1.0))
     assert not why_stop(tmp_path / "b" / "z", Rule(4, 1.0))
     assert not why_stop(tmp_path / "a" / "y", Rule(5, 1.0))
-
-
-class Run:
-    def __init__(self, seed, loss):
-        self.seed, self.loss = seed, loss
-
-
-def test_verdicts_say_n_and_are_corrected_for_their_number():
-    runs = {
-        name: [Run(seed, base + 0.01 * seed + wobble * (seed % 2)) for seed in range(4)]
-        for name, base, wobble in (
-            ("muon", 1.0, 0),
-            ("foam", 1.1, 0.01),
-            ("adamw", 1.2, 0.02),
-            ("foam-row", 1.3, 0.005),
-        )
-    }
-    rows = [{"arm": name, "n": 4, "loss": 1.0, "ours": "foam" in name} for name in runs]
-    said, count = verdicts("compare", rows, runs, {})
-    # any of the six pairs could have been that of the best and another
-    assert count == 6 and len(said) == 4 and all("n = 4" in s for s in said)
-    assert [s.split(" (")[0] for s in said[:3]] == ["muon beats foam", "muon beats adamw", "muon beats foam-row"]
-    assert said[3].startswith("foam beats adamw")  # the best FOAM against all that is not FOAM
-    # p = 0.03 is no claim among four comparisons
-    close = {
-        "a": [Run(s, 1.0) for s in range(4)],
-        "b": [Run(s, 1.0 + d) for s, d in enumerate((0.01, 0.02, 0.03, 0.05))],
-    }
-    pair = [{"arm": n, "n": 4, "loss": 1.0, "ours": "foam" in n} for n in close]
-    assert "beats" in verdicts("compare", pair, close, {})[0][0]
-    more = {**close, **{f"c{k}": close["b"] for k in range(3)}}
-    told = verdicts("compare", [{"arm": n, "n": 4, "loss": 1.0, "ours": "foam" in n} for n in more], more, {})[0]
-    assert len(told) == 4 and not any("beats" in s for s in told)
-
-
-def test_claims_among_equals_are_rare():
-    """Arms that differ by chance alone: in at most 5 % of contests is any said to beat another."""
-    draw, false = random.Random(0), 0
-    for _ in range(400):
-        runs = {f"a{k}": [Run(seed, draw.gauss(3, 1)) for seed in range(6)] for k in range(8)}
-        order = sorted(runs, key=lambda name: sum(run.loss for run in runs[name]))
-        told = verdicts("compare", [{"arm": n, "n": 6, "loss": 1.0, "ours": "foam" in n} for n in order], runs, {})[0]
-        false += any("beats" in sentence for sentence in told)
-    assert false <= 0.05 * 400
-
-
-def test_level_is_claimed_of_what_is_level_and_rarely_of_what_is_not():
-    """Pairs of arms that are equal, or one margin apart: any false claim in at most 5 % of contests; the right ones are
-    made. Beside it an arm that lost a seed, of which nothing is claimed but that it is beaten."""
-    draw, false, right = random.Random(1), 0, 0
-    at = {"a": 0.0, "b": 0.0, "c": 0.01, "d": 0.01}
-    for _ in range(400):
-        runs = {k: [Run(seed, x + draw.gauss(5, 0.001)) for seed in range(8)] for k, x in at.items()}
-        order = sorted(runs, key=lambda name: sum(run.loss for run in runs[name]))
-        rows = [{"arm": n, "n": 8, "loss": 1.0, "ours": "foam" in n} for n in order]
-        told, count = verdicts("compare", rows, runs, {}, margin=0.01)
-        assert count == 6 and len(told) == 3
-        for sentence in told:
-            pair = [word for word in sentence.split(" (")[0].replace(",", "").split() if word in at]
-            same = at[pair[0]] == at[pair[1]]
-            level = "is level with" in sentence or "by less than" in sentence
-            false += level and not same
-            false += "beats" in sentence and same
-            right += level and same
-        lost = verdicts("compare", rows, runs, {}, {order[0]: [9]}, 0.01)[0]
-        assert all(f"as {order[0]} did not finish with every seed" in sentence for sentence in lost)
-    assert false <= 0.05 * 400 and right > 0.8 * 400
-
-
-def test_what_a_claim_asks_for_is_told_with_its_interval():
-    """In the sentence and among the cautions: the level divided by the number of pairs."""
-    off = {"a": [0] * 6, "b": [1, -1, 1, -1, 1, 0], "c": [11, 9, 12, 10, 9, 11]}
-    runs = {k: [Run(seed, 5 + seed / 100 + x / 1e4) for seed, x in enumerate(xs)] for k, xs in off.items()}
-    rows = [{"arm": n, "n": 6, "loss": 1.0, "ours": "foam" in n} for n in runs]
-    told, count = verdicts("compare", rows, runs, {}, margin=0.01)
-    assert count == 3 and told[0].startswith("a is level with b within 0.01 nat (mean difference")
-    assert "96.7% interval" in told[0] and "where p < 0.017 is asked" in told[0] and "n = 6)." in told[0]
-    assert told[1].startswith("a beats c, by less than 0.01 nat (") and "98.3% interval" in told[1]
-    assert "nor shown to be level" not in verdicts("compare", rows, runs, {})[0][0]  # no margin, no such claim
-
-
-def test_an_arm_that_lost_a_seed_is_not_said_to_beat():
-    runs = {"a": [Run(s, 1.0 + s / 1e3) for s in range(3)], "b": [Run(s, 2.0 + s / 1.1e3) for s in range(4)]}
-    rows = [{"arm": n, "n": len(runs[n]), "loss": 1.0, "ours": False} for n in runs]
-    assert "a beats b" in verdicts("compare", rows, runs, {})[0][0]
-    assert "nothing is claimed of a and b, as a did" in verdicts("compare", rows, runs, {}, {"a": [3]})[0][0]
-    assert "a beats b" in verdicts("compare", rows, runs, {}, {"b": [4]})[0][0]
 
 
 def test_a_lost_seed_and_other_betas_are_told(config, tmp_path, here):
