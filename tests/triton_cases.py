@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tolerances
 from problems import numbers, toy
@@ -19,6 +23,7 @@ from torchfoam.fold import width
 from torchfoam.kernels import Slot, eager, triton
 from torchfoam.options import Options
 from torchfoam.rules import adam
+from torchfoam.shard import Part, part
 
 DEVICE = "cpu" if triton.interpreted() else "cuda"
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -116,6 +121,46 @@ def test_moments_are_rounded_with_the_eager_bits(shape: tuple[int, ...]) -> None
     for name in ("m", "v"):
         tolerances.exact(ours.state[name], twin.state[name], name)
     assert (ours.state["m"] != ours.g.to(BF16)).any(), "rounded to nearest"
+
+
+def part_of(shape: tuple[int, ...], dim: int, rank: int, unit: int) -> Part:
+    """What one of two ranks holds of a tensor that is cut along a dimension."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        whole = DTensor.from_local(torch.zeros(shape), mesh, [Replicate()], run_check=False)
+        found = part(whole.redistribute(placements=[Shard(dim)]), unit)
+        assert found is not None and not found.whole_rows
+        found.first(shape[-1]), found.first(width(unit.bit_length() - 1, shape[-1]))  # asks the mesh
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "level"),
+    [((7, 41), 0, 0), ((6, 16), 0, 2), ((5, 24), 1, 2), ((5, 32), 1, 0), ((3, 5, 8), 1, 1), ((3, 4, 9), 0, 3),
+     ((3, 65536), 1, 15), ((40,), 0, 0)],
+)  # fmt: skip
+def test_parts_are_rounded_as_the_whole(shape: tuple[int, ...], dim: int, level: int) -> None:
+    """Noise is by the element's number in the whole, whatever rank holds it."""
+    whole, h = slot(shape, level, BF16, BF16, BF16), hyper(level)
+    ours = copy(whole)
+    triton.update([ours], h)
+    for rank in range(2):
+        mine = part_of(shape, dim, rank, 1 << level)
+
+        def cut(x: Tensor, part: Part = mine) -> Tensor:
+            rows = x.reshape(-1, x.shape[-1])[part.rows.to(x.device)]
+            B = 1 if x.shape[-1] == shape[-1] else 1 << level
+            return rows[:, (part.columns[::B] // B).to(x.device)].contiguous()
+
+        state = {name: x if name == "step" else cut(x) for name, x in whole.state.items()}
+        here = whole._replace(p=cut(whole.p), g=cut(whole.g), state=state, part=mine)
+        triton.update([here], h)
+        tolerances.exact(here.p, cut(ours.p), f"p on rank {rank}")
+        for name in ("m", "v"):
+            tolerances.exact(here.state[name], cut(ours.state[name]), f"{name} on rank {rank}")
 
 
 @pytest.mark.parametrize(("shape", "level"), [((70, 41), 0), ((5, 41), 2), ((2, 1030), "row"), ((2, 16385), "row")])
