@@ -112,7 +112,7 @@ def test_a_contest_lets_its_runs_save(number, config, tmp_path, monkeypatch):
             assert self.returncode == 130
 
     ran = [Endless(), Endless()]
-    monkeypatch.setattr(runner.Hall, "spawn", lambda self, orders, slot, log: ran[slot] if not log.touch() else None)
+    monkeypatch.setattr(runner.Runner, "spawn", lambda self, orders, slot, log: ran[slot] if not log.touch() else None)
 
     def on_event(event):
         if event["kind"] == "state":
