@@ -79,6 +79,8 @@ def settle(
     """
     precision, note = machine.choose_precision(config.train.precision, device)
     config = resolve(config, precision, processes)
+    if models.described(config.model.name):  # what is no causal model needs no tokenizer, nor its own
+        models.build(config.model, 0, config.data.sequence, "meta")
     config, warning = data.settle(config, version)
     tokens = vocabulary(config.data.tokenizer)[most]
     model, optimizer = dry_build(config, device, tokens)
@@ -149,6 +151,6 @@ def check_optimizer(t: TrainConfig, optimizer: Optimizer, processes: int) -> Non
             raise UserError(f"train.{name} needs FOAM, not {type(optimizer).__name__}: use --optimizer.name foam")
     if t.release and processes > 1:
         raise UserError(
-            f"train.release cannot be had with {processes} data-parallel processes: each would step on its own "
-            "gradient before they are averaged; leave out --train.release"
+            f"train.release does not support data-parallel training ({processes} processes): each would step on its "
+            "own gradient before they are averaged; leave out --train.release"
         )

@@ -20,6 +20,7 @@ from foamlab.config import ModelConfig
 from foamlab.errors import UserError
 from foamlab.models import architectures
 from foamlab.models.presets import MODELS, build
+from foamlab.training.preview import preview
 from foamlab.training.run import train
 from tolerances import exact
 
@@ -194,6 +195,19 @@ def test_the_rest_gets_a_line(tmp_path: Path, name: str, capsys: pytest.CaptureF
         train(small.config(tmp_path, tmp_path / "run", model=str(tmp_path)))
     assert main(["plan", str(tmp_path), "--gpu", "1GB"]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_an_encoder_is_refused_before_it_is_asked_for_a_tokenizer(tmp_path: Path) -> None:
+    """A tokenizer would not make it a causal model; a causal one does need it."""
+    for kind, said in (("bert", "no causal language model"), ("llama", "has no tokenizer: name one")):
+        folder = tmp_path / kind
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"model_type": kind, **WIDE}))
+        for start in (train, preview):
+            config = small.config(tmp_path, tmp_path / "run", model=str(folder))
+            config.data.tokenizer = ""
+            with pytest.raises(UserError, match=said):
+                start(config)
 
 
 def test_a_refusal_is_all_that_is_said(tmp_path: Path) -> None:

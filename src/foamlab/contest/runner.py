@@ -50,7 +50,7 @@ def start(contest: Contest, folder: Path, jobs: int = 0, on_event: OnEvent = lam
         UserError: the folder exists and holds more than a contest killed at its beginning, or what `resume` raises.
     """
     if folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= {"config.yaml"}):
-        raise UserError(f"{folder} exists already: choose another --out, or go on with --resume {folder}")
+        raise UserError(f"{folder} exists already: choose another --out, or resume it with --resume {folder}")
     _try_all(contest)
     make_folder(folder)
     # so that --resume finds the settings where it finds those of a run
@@ -235,7 +235,7 @@ class Runner:
         if not fate.over and process.returncode not in (0, 130, *(-number for number in STOPS)):
             raise UserError(
                 f"{name} failed: {said.splitlines()[-1] if said else f'exit code {process.returncode}'}; "
-                f"all it said is in {log}; mend it and go on with --resume {self.folder}"
+                f"its output is in {log}; correct it and resume with --resume {self.folder}"
             )
         log.unlink()
         if fate.over:

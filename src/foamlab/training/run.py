@@ -56,7 +56,7 @@ def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = 
         if resume is None:
             saved, source, folder = None, None, Path(config.out or "runs")
             if config.out and in_use(folder):
-                raise UserError(f"{folder} exists already: choose another --out, or go on with --resume {folder}")
+                raise UserError(f"{folder} exists already: choose another --out, or resume it with --resume {folder}")
             checkpoint.check_room(folder, 0)
             run = settle(config, world.device, world.size)
         else:
@@ -68,7 +68,7 @@ def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = 
             for message in changes(was, to_dict(run.config), source):
                 emit({"kind": "note", "message": message})
             if saved["step"] == t.steps and (over := Result.of(folder, t.steps)):
-                more = f"to go on, give --train.steps above {t.steps}"
+                more = f"to train on, give --train.steps above {t.steps}"
                 emit({"kind": "note", "message": f"{folder} is finished, nothing is changed; {more}"})
                 return over
             if not world.rank:  # only looked at, before the text is read: the recorder takes it for good
