@@ -205,7 +205,7 @@ def test_an_encoder_is_refused_before_it_is_asked_for_a_tokenizer(tmp_path: Path
         (folder / "config.json").write_text(json.dumps({"model_type": kind, **WIDE}))
         for start in (train, preview):
             config = small.config(tmp_path, tmp_path / "run", model=str(folder))
-            config.data.tokenizer = ""
+            config.data.tokenizer, config.data.name = "", "stdlib"
             with pytest.raises(UserError, match=said):
                 start(config)
 
