@@ -190,6 +190,8 @@ WRONG = {
     "models LLAMA-7B": r"did you mean llama-7b\?",
     "optimizers AdamW": r"did you mean adamw\?",
     "optimizers adam": r"did you mean adamw\?",
+    "plan old": r"old is a run folder: .* old/config\.yaml has its settings",
+    "train old": r"old is a run folder: `foamlab train --resume old` resumes it",
     "report": "runs",
     "report nowhere": "nowhere",
 }
@@ -204,6 +206,8 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(words, desk, capsys):
     (desk / "empty.yaml").write_text("# nothing\n")
     (desk / "section.yaml").write_text("train:\n#  steps: 3\n")
     (desk / "null.yaml").write_text("train:\n  steps: null\n")
+    (desk / "old").mkdir()
+    (desk / "old" / "config.yaml").write_text("out: old\n")
     (desk / "pictures").mkdir()
     (desk / "pictures" / "a.png").touch()
     before = sorted(desk.iterdir())

@@ -172,8 +172,8 @@ def presets() -> dict[str, Path]:
 
 
 def _is_recipe(word: str) -> bool:
-    """Whether a word names a preset or a YAML file, there or not."""
-    return word in presets() or Path(word).suffix in YAML
+    """Whether a word names a preset, a YAML file (existing or not) or, by mistake, a run folder."""
+    return word in presets() or Path(word).suffix in YAML or (Path(word) / "config.yaml").is_file()
 
 
 def recipe(name: str) -> Path:
@@ -185,7 +185,9 @@ def recipe(name: str) -> Path:
     if path.is_file():
         return path
     if path.is_dir() and (path / "config.yaml").is_file():
-        raise UserError(f"{name} is a run folder: `foamlab train --resume {name}` resumes it")
+        raise UserError(
+            f"{name} is a run folder: `foamlab train --resume {name}` resumes it, {name}/config.yaml has its settings"
+        )
     if path.suffix in YAML:
         raise UserError(f"no such file: {name}; `foamlab train demo --print_config > {name}` writes one to start from")
     return known[known_name(name, sorted(known, key=len), "preset")]  # the plainest first
