@@ -6,6 +6,7 @@ A toy always has a dead layer (never a gradient), odd sizes, a scalar and a tied
 from __future__ import annotations
 
 import copy
+import io
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from torchfoam import FOAM
+
+# the kinds of state that go through checkpoints
+SAVED: dict[str, dict[str, Any]] = {
+    "level 2": {"level": 2},
+    "row, int8": {"level": "row", "state": "int8"},
+    "bfloat16": {"level": 3, "state": "bfloat16", "seed": 5},
+    "mini": {"rule": "mini"},
+    "muon": {"rule": "muon"},
+}
 
 
 class Toy(nn.Module):
@@ -72,6 +82,19 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
     return bool(a == b)
+
+
+def through_a_file(state_dict: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def split(groups: list[dict[str, Any]]) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """The folded and the unfolded parameters of groups, by name."""
+    folded = {n: p for g in groups for n, p in g["params"] if g["level"] != 0}
+    return folded, {n: p for g in groups for n, p in g["params"] if g["level"] == 0}
 
 
 def allocated(opt: torch.optim.Optimizer) -> int:

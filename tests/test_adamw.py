@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from problems import everything, learn, numbers, same, toy, train
+from problems import Toy, everything, learn, numbers, same, toy, train
 from torchfoam import FOAM, PAPER, fold, from_adamw, to_adamw, unfold
 
 
-def stepped(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[nn.Module, torch.optim.AdamW]:
+def stepped(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[Toy, torch.optim.AdamW]:
     model = toy(dtype)
     adamw = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
     train(model, adamw, 4)
@@ -35,8 +35,8 @@ def test_moments_are_those_foam_would_hold_had_it_seen_the_same_gradients(level:
 
 def test_at_level_0_the_run_goes_on_as_if_nothing_had_happened_there_and_back() -> None:
     model, adamw = stepped()
-    other, _ = copy.deepcopy((model, None))
-    opt = from_adamw(FOAM(other.parameters(), lr=0.01, level=0), by_position(adamw, model, other))
+    other = copy.deepcopy(model)
+    opt = from_adamw(FOAM(other.parameters(), lr=0.01, level=0), by_position(adamw, other))
     for k in range(4, 10):
         train(model, adamw, 1, start=k)
         train(other, opt, 1, start=k)
@@ -46,7 +46,7 @@ def test_at_level_0_the_run_goes_on_as_if_nothing_had_happened_there_and_back() 
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-def by_position(adamw: torch.optim.AdamW, model: nn.Module, other: nn.Module) -> torch.optim.AdamW:
+def by_position(adamw: torch.optim.AdamW, other: Toy) -> torch.optim.AdamW:
     """The same AdamW over the copied model."""
     new = torch.optim.AdamW(other.parameters(), lr=0.01)
     new.load_state_dict(adamw.state_dict())
@@ -178,6 +178,7 @@ def test_names_find_the_weights_through_wrappers_and_in_any_order() -> None:
     adamw.step()
     saved = adamw.state_dict()
     expected = {name: adamw.state[p]["exp_avg"].flatten()[0] for name, p in plain.named_parameters()}
+    model: Any
     for model in (Pair("ba"), nn.DataParallel(Pair("ba")), torch.compile(Pair("ba"))):
         inner = getattr(model, "module", getattr(model, "_orig_mod", model))
         opt = from_adamw(FOAM(model), copy.deepcopy(saved))

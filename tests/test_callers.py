@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 
+from architectures import REAL, build
 from problems import Toy, same, toy, train
-from test_groups import REAL, build
 from torchfoam import FOAM, groups, param_groups
 
 transformers = pytest.importorskip("transformers")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from problems import numbers
 from torchfoam import fold, residual, unfold
-from torchfoam.fold import block, residual_ratio, width
+from torchfoam.fold import Level, block, residual_ratio, width
 
 LEVELS = st.one_of(st.integers(0, 6), st.just("row"))
 SHAPES = st.lists(st.integers(0, 5), max_size=2).flatmap(
@@ -20,7 +21,7 @@ SHAPES = st.lists(st.integers(0, 5), max_size=2).flatmap(
 MATRICES = st.tuples(SHAPES, LEVELS, st.integers(0, 1000))
 
 
-def brute(x: torch.Tensor, level: int | str) -> torch.Tensor:
+def brute(x: torch.Tensor, level: Level) -> torch.Tensor:
     """fold, entry by entry."""
     B = x.shape[-1] if level == "row" else 2 ** int(level)
     rows = [[sum(row[i : i + B]) / len(row[i : i + B]) for i in range(0, len(row), B)] for row in x.tolist()]
@@ -29,7 +30,7 @@ def brute(x: torch.Tensor, level: int | str) -> torch.Tensor:
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 4, 5, 7, 8, 9, 31, 33, 64])
 @pytest.mark.parametrize("level", [0, 1, 2, 3, 8, "row"])
-def test_fold_is_the_mean_of_each_block_over_its_true_length(columns: int, level: int | str) -> None:
+def test_fold_is_the_mean_of_each_block_over_its_true_length(columns: int, level: Level) -> None:
     x = numbers(3, columns)
     torch.testing.assert_close(fold(x, level), brute(x, level), rtol=0, atol=1e-14)
 
@@ -87,7 +88,7 @@ def test_a_row_folds_by_itself() -> None:
 
 
 @pytest.mark.parametrize("level", [0, 2, "row"])
-def test_scalars_vectors_and_nothing(level: int | str) -> None:
+def test_scalars_vectors_and_nothing(level: Level) -> None:
     assert fold(torch.tensor(3.0), level) == 3 and unfold(torch.tensor(3.0), level, 1) == 3
     assert residual(torch.tensor(3.0), level) == 0
     for shape in [(0,), (3, 0), (0, 5)]:
@@ -110,9 +111,9 @@ def test_non_contiguous_input() -> None:
 
 
 @pytest.mark.parametrize("level", [-1, 31, 10**400, 1.0, True, "rows", None])
-def test_nonsense_levels(level: object) -> None:
+def test_nonsense_levels(level: Any) -> None:
     with pytest.raises(ValueError, match="level must be an integer from 0 to 30 or 'row', got"):
-        fold(torch.ones(2, 4), level)  # type: ignore[arg-type]
+        fold(torch.ones(2, 4), level)
 
 
 def test_a_block_longer_than_the_row_is_the_row() -> None:
@@ -132,9 +133,9 @@ def test_the_ratio_of_what_is_not_finite_is_nan(value: float) -> None:
 @pytest.mark.parametrize("size", [3e38, 1e30, 1e20, 1.0, 1e-20, 1e-30, 1e-38])
 @pytest.mark.parametrize(("level", "columns"), [(2, 12), (2, 13), ("row", 12), (0, 12)])
 def test_the_ratio_does_not_depend_on_the_size_of_the_numbers(
-    dtype: torch.dtype, size: float, level: int | str, columns: int
+    dtype: torch.dtype, size: float, level: Level, columns: int
 ) -> None:
     x = numbers(5, columns).clamp(-1, 1).mul(size).to(dtype)
     wide = x.double() / size
-    expected = float(residual(wide, level).norm() / wide.norm())  # type: ignore[arg-type]
-    assert residual_ratio(x, level) == pytest.approx(expected, abs=2e-3 if level == 0 else 1e-4)  # type: ignore[arg-type]
+    expected = float(residual(wide, level).norm() / wide.norm())
+    assert residual_ratio(x, level) == pytest.approx(expected, abs=2e-3 if level == 0 else 1e-4)

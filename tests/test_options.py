@@ -97,13 +97,14 @@ def test_an_option_that_no_rule_reads_is_said_once() -> None:
     ],
 )  # fmt: skip
 def test_a_foreign_or_misspelt_keyword_is_answered(name: str, words: str) -> None:
+    options: dict[str, Any] = {name: True}
     words = words if name not in FOREIGN else re.escape(words)
     with pytest.raises(TypeError, match=f"unknown option '{name}'.*{words}"):
-        FOAM([nn.Parameter(torch.ones(4, 8))], **{name: True})
+        FOAM([nn.Parameter(torch.ones(4, 8))], **options)
     if name in inspect.signature(param_groups).parameters or name == "backnd" or name == "xyzxyz":
         return
     with pytest.raises(ValueError, match=f"unknown option '{name}'.*{words}"):
-        param_groups(toy(), **{name: True})
+        param_groups(toy(), **options)
 
 
 def test_every_name_that_torch_takes_is_an_option_or_answered() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,9 +24,9 @@ def tied_model() -> nn.Sequential:
     return model
 
 
-def train(release: bool, steps: int = 5, **options: object) -> tuple[nn.Module, FOAM]:
+def train(release: bool, steps: int = 5, **options: Any) -> tuple[nn.Module, FOAM]:
     model = tied_model()
-    opt = FOAM(model, lr=1e-2, **options)  # type: ignore[arg-type]
+    opt = FOAM(model, lr=1e-2, **options)
     schedule = torch.optim.lr_scheduler.LinearLR(opt, 0.1, 1.0, 5)
     handle = GradientRelease(opt) if release else None
     generator = torch.Generator().manual_seed(1)
@@ -43,7 +45,7 @@ def train(release: bool, steps: int = 5, **options: object) -> tuple[nn.Module, 
 @pytest.mark.parametrize(
     "options", [{}, {"level": 0}, {"state": "int8", "level": "row"}, {"rule": "mini"}, {"rule": "muon"}]
 )
-def test_released_steps_equal_plain_ones(options: dict[str, object]) -> None:
+def test_released_steps_equal_plain_ones(options: dict[str, Any]) -> None:
     (plain, a), (released, b) = train(False, **options), train(True, **options)
     for (name, p), q in zip(plain.named_parameters(), released.parameters()):
         exact(p, q, name)

@@ -23,7 +23,7 @@ from torchfoam.rules import Hyper, adam
 #         r = (-2, -1, 0, 3)      m = 0.5 * 3 = 1.5,      v = 0.5 * 12.5 = 6.25
 # step 2: g = (0, 0, 4, 4);       fold(g) = 2,            fold(g^2) = 32 / 4 = 8
 #         r = (-2, -2, 2, 2)      m = 0.75 + 1 = 1.75,    v = 3.125 + 4 = 7.125
-HAND = {
+HAND: dict[str, tuple[dict[str, Any], list[tuple[float, float]], list[tuple[float, float]]]] = {
     # kappa = 0.25; m / 0.5 = 3 and v / 0.5 = 12.5, so M = 3 + r = g and V = 12.5 + r^2 / 4;
     # then m / 0.75 = 7/3 and v / 0.75 = 9.5, so M = 7/3 + r and V = 9.5 + 1
     "moments": (
@@ -120,7 +120,13 @@ def twin(p: Tensor, g: Tensor, m: Tensor, v: Tensor, t: int, h: Hyper) -> None:
 )
 @settings(deadline=None, max_examples=50)
 def test_as_written_entry_by_entry(
-    shape: tuple, level: Any, second_moment: str, residual: float, rule: tuple, maximize: bool, seed: int
+    shape: tuple[int, int],
+    level: Any,
+    second_moment: str,
+    residual: float,
+    rule: tuple[str, float],
+    maximize: bool,
+    seed: int,
 ) -> None:
     h = Hyper(0.1, (0.9, 0.99), 1e-8, 0.01, level, 0.5, residual, second_moment, *rule, maximize=maximize)
     width = 1 if level == "row" else -(-shape[1] // 2**level)

@@ -30,12 +30,12 @@ class Quantised(Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor) -> Quantised:
-        made = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        made: Quantised = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
         made.codes = codes
-        return made  # type: ignore[no-any-return]
+        return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
             return cls(args[0].codes)
         raise NotImplementedError(f"{func} is not known to Quantised")
@@ -45,7 +45,7 @@ class Kept(TwoTensor):
     """Arithmetic that is thrown away: a step leaves it as it was."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func._schema.is_mutable:
             return args[0]
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -67,7 +67,7 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 
 
-def two(*shape: int, kind: Any = TwoTensor) -> nn.Parameter:
+def two(*shape: int, kind: Any = TwoTensor) -> Any:
     return nn.Parameter(kind(numbers(*shape, dtype=torch.float32), numbers(*shape, dtype=torch.float32)))
 
 
@@ -84,7 +84,8 @@ def test_sharded_weights_swapped_in_get_a_state_of_their_own(two_ranks: Any, bac
 
     if backend and BACKENDS[backend].unavailable():
         pytest.skip("not on this machine")
-    late, model = layers(), layers()
+    late: nn.Module = layers()
+    model: Any = layers()
     opt = FOAM(late, backend=backend)
     fully_shard(model, mesh=two_ranks)
     swap(opt, late, model)
@@ -96,7 +97,10 @@ def test_sharded_weights_swapped_in_get_a_state_of_their_own(two_ranks: Any, bac
     assert set(opt.state) == set(model.parameters())
     for p, old in zip(model.parameters(), before):
         m = opt.state[p]["m"]
-        assert m.placements == p.placements and m.shape == (*p.shape[:-1], p.shape[-1] // (4 if p.ndim > 1 else 1))
+        assert m.placements == p.placements and m.shape == (
+            *p.shape[:-1],
+            p.shape[-1] // (4 if p.ndim > 1 else 1),
+        )
         assert local(m).shape[0] == 4 and not (local(p) == old).any()
     assert opt.state_bytes() == 2 * (2 * (4 * 2 + 4) * 4 + 2 * 4)  # half of everything but the counts
 
@@ -285,12 +289,12 @@ def test_moments_without_memory_are_not_loaded_folded_or_unfolded() -> None:
 
 def test_fake_weights_can_be_planned_with() -> None:
     with FakeTensorMode():
-        fake = layers()
+        fake: Any = layers()
         for backend in (None, "cpu", "eager"):
             if backend is None or not BACKENDS[backend].unavailable():
                 opt = FOAM(param_groups(fake, state="int8"), backend=backend)
                 assert opt.state_bytes() == FOAM(param_groups(layers(), state="int8")).state_bytes()
-    real = layers()
+    real: Any = layers()
     opt.param_groups[0]["params"][0] = real[0].weight  # values come later, and the state must be made again
     opt.state[real[0].weight] = opt.state.pop(fake[0].weight)
     real[0].weight.grad = torch.ones_like(real[0].weight)

@@ -42,7 +42,9 @@ OPTIONS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def slot(shape: tuple[int, ...], level: Any, p: torch.dtype, g: torch.dtype, s: torch.dtype, t: int = 3) -> Slot:
+def slot(shape: tuple[int, ...], level: Any, *dtypes: torch.dtype, t: int = 3) -> Slot:
+    """Weight, gradient and moments of these dtypes."""
+    p, g, s = dtypes
     folded = (*shape[:-1], width(level, shape[-1])) if shape else ()
     state = {"m": numbers(*folded, seed=3) * 0.1, "v": numbers(*folded, seed=4).square()}
     state = {name: x.to(s).to(DEVICE) for name, x in state.items()} | {"step": torch.tensor(t, dtype=torch.int32)}

@@ -20,8 +20,8 @@ def prepare(home: Path) -> Path:
 
     disable_progress_bar()
     torch.manual_seed(1)
-    shape = {"vocab_size": 258, "hidden_size": 12, "intermediate_size": 19, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "max_position_embeddings": 32, "tie_word_embeddings": False}
+    shape: dict[str, Any] = {"vocab_size": 258, "hidden_size": 12, "intermediate_size": 19, "num_hidden_layers": 1}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "max_position_embeddings": 32, "tie_word_embeddings": False}
     LlamaForCausalLM(LlamaConfig(**shape, **heads)).save_pretrained(home / "llama")
     gpt = GPT2Config(vocab_size=258, n_embd=12, n_layer=1, n_head=2, n_positions=32, resid_pdrop=0.2, embd_pdrop=0.2)
     GPT2LMHeadModel(gpt).save_pretrained(home / "gpt2")
