@@ -1,6 +1,6 @@
 """foamlab: the lab around torchfoam. Train, fine-tune, compare, plan and report from one command line.
 
-`foamlab.plan(model, optimizer, ...)` tells what memory a training run needs; all else is the command `foamlab`.
+`foamlab.plan(model, optimizer, ...)` estimates the memory a training run needs; all else is the command `foamlab`.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ def test_seeds_become_arms_with_a_paired_test(tmp_path: Path) -> None:
     assert (best.label, len(best.runs), other.label) == ("foam", 3, "adamw")
     said = headline(runs)
     assert said[0].startswith("foam ends with the lowest mean validation loss: 1.517, 0.052 below adamw")
-    assert "cannot be told apart" in said[1] and "n = 3" in said[1]
+    assert "cannot be distinguished" in said[1] and "n = 3" in said[1]
     assert "Few seeds (3 a setting)" in " ".join(cautions(runs))
     lrs = summarize([*folders, make_run(tmp_path / "x", "foam", lr=0.02), make_run(tmp_path / "y", lr=0.02, seed=1)])
     assert {arm.label for arm in arms(lrs)} == {"foam, lr 0.01", "foam, lr 0.02", "adamw"}
@@ -265,7 +265,7 @@ def test_the_level_is_divided_by_the_pairs_that_could_have_been_told(tmp_path: P
         for name, x in offs.items()
     }
     assert headline(summarize([*folders["foam"], *folders["adamw"]]))[1].startswith("foam beats adamw")
-    assert "cannot be told apart" in headline(summarize([f for x in folders.values() for f in x]))[1]
+    assert "cannot be distinguished" in headline(summarize([f for x in folders.values() for f in x]))[1]
 
 
 def test_runs_of_0_1_are_no_seeds_of_todays(tmp_path: Path) -> None:

@@ -171,11 +171,11 @@ def test_verdict_claims_no_more_than_n_allows() -> None:
     # the early evidence of three seeds: FOAM level 2 against AdamW with split learning rates
     foam, adamw = [1.490, 1.528, 1.486], [1.553, 1.543, 1.565]
     words = verdict("FOAM", "AdamW", paired(foam, adamw))
-    assert words.startswith("FOAM and AdamW cannot be told apart (") and "n = 3" in words
+    assert words.startswith("FOAM and AdamW cannot be distinguished (") and "n = 3" in words
     assert verdict("AdamW", "FOAM", paired(adamw, foam)) == words and "FOAM lower in 3 of 3 seeds" in words
     assert verdict("a", "b", paired([1, 2, 3], [2, 3.1, 4])).startswith("a beats b")
     assert "cannot be compared" in verdict("a", "b", paired([math.nan], [1]))
-    assert verdict("a", "b", paired([1, 2], [2, 1])).startswith("a and b cannot be told apart")
+    assert verdict("a", "b", paired([1, 2], [2, 1])).startswith("a and b cannot be distinguished")
     shifted = verdict("a", "b", paired([0.1, 0.2], [0.4, 0.5]), margin=0.5)
     assert shifted == "a is lower than b by 0.3 with every seed (n = 2): there is no spread to test"
     assert "with the same loss, seed by seed (n = 2)" in verdict("a", "b", paired([1, 2], [1, 2]), margin=0.01)
@@ -190,9 +190,9 @@ LEVEL = ([0.1 + 0.001 * (-1) ** k * (1 + k / 4) for k in range(4)], [0.1] * 4)  
     [
         (*LEVEL, 0.05, 0.01, "", "a is level with b within 0.01 nat (", [0.9]),
         (*LEVEL, 0.01, 0.01, "", "a is level with b within 0.01 nat (", [0.98]),
-        (*LEVEL, 1e-4, 0.01, "", "a and b cannot be told apart, nor shown to be level within 0.01 nat (", [0.9999]),
-        (*LEVEL, 0.05, 0.0, "", "a and b cannot be told apart (", [0.95]),
-        (*LEVEL, 0.05, 0.001, "", "a and b cannot be told apart, nor shown to be level within 0.001 nat (", [0.95]),
+        (*LEVEL, 1e-4, 0.01, "", "a and b cannot be distinguished, nor shown to be level within 0.01 nat (", [0.9999]),
+        (*LEVEL, 0.05, 0.0, "", "a and b cannot be distinguished (", [0.95]),
+        (*LEVEL, 0.05, 0.001, "", "a and b cannot be distinguished, nor shown to be level within 0.001 nat (", [0.95]),
         ([1, 2, 3], [2, 3.1, 4], 0.05, 0.01, "", "a beats b (", [0.95]),
         ([1, 2, 3], [2, 3.1, 4], 0.01, 0.01, "", "a beats b (", [0.99]),
         ([1, 2, 3], [1.004, 2.0041, 3.004], 0.05, 0.01, "", "a beats b, by less than 0.01 nat (", [0.95, 0.9]),

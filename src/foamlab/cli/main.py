@@ -1,6 +1,6 @@
 """The command `foamlab`: arguments in, exit code out.
 
-Exit codes: 0 done; 1 a bug (with its traceback); 2 something the user can mend (one line); 130 interrupted.
+Exit codes: 0 done; 1 a bug (with its traceback); 2 something the user can fix (one line); 130 interrupted.
 """
 
 from __future__ import annotations

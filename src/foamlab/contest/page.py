@@ -38,7 +38,7 @@ def report(
     """Write the page of the contest in the one folder given; pictures, tables and errors as `report.report`.
 
     Tables are OUT-results.csv (a row an arm), OUT-runs.csv (a row a run) and OUT-curves.csv (a row a record of the
-    runs at best points). `target`: the loss whose cost is told; None means that of adamw, or of the arm in the middle.
+    runs at best points). `target`: the loss whose cost is reported; None means that of adamw, or of the middle arm.
     """
     book = open_book(Path(folders[0]))
     sheets = {}

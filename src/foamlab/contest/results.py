@@ -124,7 +124,9 @@ def _cautions(
     said = [str(Rule(**contest["rule"]))]
     if comparisons:
         said.append(
-            _level(comparisons, "planned" if contest["kind"] == "ablate" else "any could have been told", margin)
+            _level(
+                comparisons, "planned" if contest["kind"] == "ablate" else "any pair could have been reported", margin
+            )
         )
     said += [
         f"{arm} did not finish with seed {', '.join(map(str, seeds))}: its figures are of the runs that did, and no "
@@ -136,7 +138,7 @@ def _cautions(
     if tuned:
         said.append(
             f"Rates were chosen with seed {contest['seeds'][0]}, which counts among the seeds: an arm that tried more "
-            "values is a little favoured."
+            "values has a slight selection advantage."
         )
     ends = [f"{row['arm']} ({key} {row['point'][key]:.4g})" for row in rows for key in row["edge"]]
     if ends:
@@ -154,13 +156,13 @@ def _level(comparisons: int, why: str, margin: float) -> str:
     many = f"{comparisons} pairs ({why}): " if comparisons > 1 else ""
     asked = f"p < {alpha:.2g}" + f" (0.05 / {comparisons})" * (comparisons > 1)
     level = (
-        f'"level with" the same in two one-sided tests that the difference is within {margin:g} nat, told with the '
+        f'"level with" the same in two one-sided tests that the difference is within {margin:g} nat, reported with the '
         f"{percent(1 - 2 * alpha)} interval"
         if margin
         else 'nothing is said to be "level with" another, since the margin is 0'
     )
     return (
-        f'{many}"beats" needs {asked} in the paired t test, told with the {percent(1 - alpha)} interval; {level}. '
+        f'{many}"beats" needs {asked} in the paired t test, reported with the {percent(1 - alpha)} interval; {level}. '
         f"So the chance of any false claim {'among all ' * (comparisons > 1)}is at most 5 %."
     )
 

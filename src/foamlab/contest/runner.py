@@ -92,7 +92,7 @@ def resume(folder: Path, jobs: int = 0, on_event: OnEvent = lambda event: None) 
     """Run what is left of a contest: finished runs are kept, interrupted ones go on from their checkpoint.
 
     Raises:
-        UserError: no contest there, another process runs it, or a run failed for a reason that a user can mend.
+        UserError: no contest there, another process runs it, or a run failed for a reason that a user can fix.
     """
     kept = read(folder)
     contest = Contest.from_dict(kept)
@@ -138,7 +138,7 @@ def _resolve(contest: Contest) -> None:
 
 
 def _try_all(contest: Contest) -> None:
-    """Rehearse every arm, so that what is missing or makes no sense is told before any text is read."""
+    """Rehearse every arm, so that what is missing or makes no sense is refused before any text is read."""
     _resolve(contest)
     c = contest.config
     device = machine.choose_device(c.train.device)

@@ -43,7 +43,7 @@ def run(orders: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Exit code: 0 done or stopped by the rule; 2 what a user can mend, told on stderr; 130 interrupted."""
+    """Exit code: 0 done or stopped by the rule; 2 what a user can fix, written to stderr; 130 interrupted."""
     try:
         return 130 if run(json.load(sys.stdin)) == "interrupted" else 0
     except UserError as e:

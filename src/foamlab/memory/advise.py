@@ -1,7 +1,8 @@
 """What fits a card, and the smallest change that makes a run fit.
 
 Ways to save are tried in a stated order: what changes no result first, then what loses least (docs/planning.md gives
-the evidence). A run that cannot fit is refused before it starts, and one that ran out of memory is told what to change.
+the evidence). A run that cannot fit is refused before it starts; one that ran out of memory is answered with what to
+change.
 """
 
 from __future__ import annotations
@@ -251,8 +252,8 @@ def rivals(planner: Planner, asked: Plan, everything: bool) -> list[dict[str, An
     FOAM's moments are as wide as those of the others, which are held like the weights: under bfloat16 weights they are
     bfloat16 too, unless the optimizer's own options say otherwise (foam-int8).
 
-    Optimizers of other packages are left out, unless asked for or `everything` is. One that cannot be had here, or not
-    with the run's other settings, is left out.
+    Optimizers of other packages are left out, unless asked for or `everything` is. One that is not available here, or
+    not with the run's other settings, is left out.
     """
     rows = []
     narrow = asked.config.train.precision == "bfloat16"

@@ -175,7 +175,7 @@ def report(
         out: the page; a name without suffix gets .html.
         static: picture formats among FORMATS: OUT-loss.png and so on.
         tables: also OUT-summary.csv (a row a run, bytes and seconds unrounded) and OUT-curves.csv (a row a record).
-        target: loss whose cost is told; None means the highest final loss of the finished runs.
+        target: loss whose cost is reported; None means the highest final loss of the finished runs.
         contests: a line for each contest that lies beside the runs.
 
     Raises:

@@ -262,7 +262,7 @@ def verdict(
         untrusted: those that lost runs. What is left of them is no sample: nothing is claimed in their favour.
 
     >>> verdict("foam", "adamw", paired([1.0], [2.0]))
-    'foam is lower than adamw by 1 with one seed (n = 1): chance cannot be told from effect'
+    'foam is lower than adamw by 1 with one seed (n = 1): effect and chance cannot be separated'
     """
     d = result.difference
     if math.isnan(d.mean):
@@ -272,7 +272,7 @@ def verdict(
     if d.mean > 0:
         return verdict(b, a, _paired([-x for x in result.differences], d.confidence), alpha, margin, untrusted)
     if d.n < 2:
-        return f"{a} is lower than {b} by {-d.mean:.3g} with one seed (n = 1): chance cannot be told from effect"
+        return f"{a} is lower than {b} by {-d.mean:.3g} with one seed (n = 1): effect and chance cannot be separated"
     if _still(result.differences, margin):
         return f"{a} is lower than {b} by {-d.mean:.3g} with every seed (n = {d.n}): there is no spread to test"
     within = equivalence(result.differences, margin, alpha) if margin else None
@@ -286,7 +286,7 @@ def verdict(
     elif doubtful:
         head = f"nothing is claimed of {a} and {b}, as {' and '.join(doubtful)} did not finish with every seed"
     else:
-        head = f"{a} and {b} cannot be told apart" + f", nor shown to be level within {margin:g} nat" * bool(margin)
+        head = f"{a} and {b} cannot be distinguished" + f", nor shown to be level within {margin:g} nat" * bool(margin)
     intervals = [mean(result.differences, 1 - alpha).between] * (beats or not level)
     tests = f"paired t test p {small(result.p)}"
     if within is not None:

@@ -346,7 +346,7 @@ def _why(run: Summary) -> str:
 def _fairness(ranked: list[Arm], ran: list[Summary], tuned: Sequence[str]) -> list[str]:
     said = []
     if not all(run.settings for run in ran):
-        return ["The settings of some runs are not known (no config.yaml): whether the contest is fair cannot be told."]
+        return ["The settings of some runs are not known (no config.yaml): whether the contest is fair is unknown."]
     if not comparable(ran):
         said.append("Validation data or budget differ between runs: their losses measure different things.")
     tokens = {run.tokens for run in ran if math.isfinite(run.tokens)}

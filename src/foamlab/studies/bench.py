@@ -1,7 +1,7 @@
 """How fast a step is, and the whole loop: pairs of runs, interleaved, and medians of their ratios.
 
 Two things are timed one right after the other, in alternating order, many times; a ratio is taken in each pair and the
-median over the pairs is told. So what else the machine does falls on both sides alike. Nothing is printed here.
+median over the pairs is reported. So what else the machine does falls on both sides alike. Nothing is printed here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Predictions held against reality: two real steps of a run, and what they allocated.
 
 On CPUs every allocation of torch's allocator is counted (the profiler sees those inside kernels too), on CUDA the
-allocator's own peak is read. Components are told apart by counting storages as the simulation does.
+allocator's own peak is read. Components are separated by counting storages as the simulation does.
 """
 
 from __future__ import annotations

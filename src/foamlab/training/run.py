@@ -37,10 +37,10 @@ def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = 
     Args:
         config: the settings. On resume `out` is ignored, and what makes a run what it is must be as it was.
         resume: a run folder (its newest checkpoint) or one checkpoint folder.
-        on_event: is told what happens, on rank 0 (docs/formats.md lists the events).
+        on_event: is called with what happens, on rank 0 (docs/formats.md lists the events).
 
     Raises:
-        UserError: what a user can mend: settings, data, an existing or unwritable folder, a full disk, a checkpoint
+        UserError: what a user can fix: settings, data, an existing or unwritable folder, a full disk, a checkpoint
             that is damaged or of another run, too many steps in a row that were not finite.
         KeyboardInterrupt: on a second Ctrl-C.
     """
