@@ -16,6 +16,7 @@ from foamlab import settings as knobs
 from foamlab.cli import main
 from foamlab.config import FOAM_OPTIONS, OptimizerConfig, Role, RunConfig, to_dict
 from foamlab.errors import UserError
+from foamlab.training import restoring
 from foamlab.training.run import train
 
 
@@ -288,6 +289,7 @@ def test_what_each_setting_is_to_a_run():
     told = knobs.knobs().keys() - {*fixed, *free}
     loop = ("steps", "batch", "micro_batch", "warmup", "final", "clip", "clip_each", "chunked_loss", "seed", "threads")
     rates = ("lr", "betas", "eps", "weight_decay", "scale")
+    assert (*rates, "momentum") == restoring.TUNABLE
     assert told == {
         "model.checkpointing", "train.device", *(f"train.{k}" for k in loop), *(f"optimizer.{k}" for k in rates),
     }  # fmt: skip

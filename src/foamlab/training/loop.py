@@ -33,8 +33,6 @@ OnEvent = Callable[[dict[str, Any]], None]
 
 # a run's place, as a checkpoint keeps it beside weights and optimizer
 PLACE = ("step", "tokens", "seconds", "skipped", "in_row", "loss")
-# what of an optimizer's groups follows the settings on resume, not the saved state
-TUNABLE = ("lr", "betas", "momentum", "eps", "weight_decay", "scale")
 
 
 class Training:
@@ -73,7 +71,7 @@ class Training:
             raise UserError(f"{source} is past train.steps {self.config.train.steps}: give at least {saved['step']}")
         restoring.check_state(saved["optimizer"], self.optimizer, source / checkpoint.TRAINING)
         checkpoint.load_weights(source, self.model)
-        own = [{k: g[k] for k in TUNABLE if k in g} for g in self.optimizer.param_groups]
+        own = [{k: g[k] for k in restoring.TUNABLE if k in g} for g in self.optimizer.param_groups]
         try:
             self.optimizer.load_state_dict(saved["optimizer"])
         except Exception as e:  # optimizers fail in any way on a state that they did not save

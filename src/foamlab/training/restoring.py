@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..config import OptimizerConfig, Role, named
 from ..errors import UserError
 from ..files import parse_json
 
+# what of an optimizer's groups follows the settings on resume, not the saved state; SGD has its momentum for a beta
+TUNABLE = (*(f.name for f in fields(OptimizerConfig) if f"optimizer.{f.name}" not in named(Role.FIXED)), "momentum")
 # moments that torch's and most other optimizers keep in the shape of their parameter
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
@@ -105,7 +109,7 @@ def _check_groups(groups: list[dict[str, Any]], optimizer: Optimizer, file: Path
     own = optimizer.state_dict()["param_groups"]
     if len(groups) != len(own):
         raise _wrong(file, f"the optimizer has {len(groups)} groups, this run {len(own)}")
-    follow = ("lr", "initial_lr", "betas", "momentum", "eps", "weight_decay", "scale", "param_names")
+    follow = (*TUNABLE, "initial_lr", "param_names")
     for k, (was, now) in enumerate(zip(groups, own)):
         for name in now:
             if name not in follow and _short(was.get(name)) != _short(now[name]):
