@@ -18,10 +18,12 @@ def test_mix_is_a_permutation_and_the_tensor_form_agrees() -> None:
     want = [mix(key ^ i // 2) >> i % 2 * 16 & 0xFFFF for i in range(35)]
     assert bits.flatten().tolist() == want
     for first in range(1, 35):  # the part of a tensor that begins anywhere
-        assert noise(key, torch.Size([35 - first]), torch.device("cpu"), first).tolist() == want[first:]
+        assert noise(key, torch.Size([35 - first]), torch.device("cpu"), first=first).tolist() == want[first:]
     # rows numbered for themselves
-    rows = noise(key, torch.Size([3, 4]), torch.device("cpu"), torch.tensor([5, 12, 30]))
+    rows = noise(key, torch.Size([3, 4]), torch.device("cpu"), first=torch.tensor([5, 12, 30]))
     assert rows.tolist() == [want[5:9], want[12:16], want[30:34]]
+    wide = noise(key, torch.Size([35]), torch.device("cpu"), bits=19)
+    assert wide.tolist() == [mix(key ^ i // 2) >> i % 2 * 13 & 0x7FFFF for i in range(35)]
 
 
 def test_noise_differs_by_seed_step_tensor_and_stream() -> None:

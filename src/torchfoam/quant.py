@@ -7,11 +7,11 @@ The noise is a pure function of (seed, step, tensor, stream, element), so a resu
 data-parallel replica rounds alike, no generator state is saved, and every backend can be held to the same bits:
 
     key  = mix(mix(mix(seed) ^ step) ^ (4 * tensor + stream))        stream 0: p, 1: m, 2: v
-    bits = mix(key ^ element // 2)          two neighbours share 32: the even one has the low 16, the odd one the high
+    word = mix(key ^ element // 2)                                   an even element has its low bits, an odd one its high
 
-These 16 bits are added below the bfloat16 mantissa; 8-bit codes: see below. `mix` is the 32-bit finaliser "lowbias32"
-found by C. Wellons' hash-prospector (public domain); `element` is the index in the contiguous tensor, half of it taken
-modulo 2^32.
+16 of them are added below the bfloat16 mantissa, 19 below that of an 8-bit code. `mix` is the 32-bit finaliser
+"lowbias32" found by C. Wellons' hash-prospector (public domain); `element` is the index in the contiguous tensor, half
+of it taken modulo 2^32.
 """
 
 from __future__ import annotations
@@ -46,17 +46,18 @@ def noise_key(seed: int, step: Key, tensor: int, stream: int) -> Any:
     return mix(mix(mix(seed) ^ (step & _MASK)) ^ (4 * tensor + stream) & _MASK)
 
 
-def noise(key: Key, shape: torch.Size, device: torch.device, first: First = 0) -> Tensor:
-    """Each element's 16 random bits, int32 in [0, 2**16), shaped like the tensor to be rounded, or like the part of it
+def noise(key: Key, shape: torch.Size, device: torch.device, bits: int = 16, first: First = 0) -> Tensor:
+    """Each element's random bits, int32 in [0, 2**bits), shaped like the tensor to be rounded, or like the part of it
     that begins with element `first`: of all, or [R], of each of its rows."""
+    mask, high = (1 << bits) - 1, 32 - bits
     if isinstance(first, Tensor):
         along = torch.arange(shape[-1] if shape else 1, dtype=torch.int64, device=device)
         x = (first.to(device)[:, None] + along).flatten()
-        return (_words(x >> 1, key) >> 16 * (x & 1) & 0xFFFF).to(torch.int32).view(shape)
+        return (_words(x >> 1, key) >> high * (x & 1)).bitwise_and_(mask).to(torch.int32).view(shape)
     n, odd = shape.numel(), first % 2
     x = _words(torch.arange(first // 2, (first + n + 1) // 2, dtype=torch.int64, device=device), key)
     halves = torch.empty((len(x), 2), dtype=torch.int32, device=device)
-    halves[:, 0], halves[:, 1] = x & 0xFFFF, x >> 16
+    halves[:, 0], halves[:, 1] = x & mask, x >> high
     return halves.flatten()[odd : odd + n].view(shape)
 
 
@@ -85,11 +86,11 @@ def round_stochastic(x: Tensor, key: Key, first: First = 0) -> Tensor:
 # never moves the grid: a value that has not changed is not rounded again, so stochastic rounding adds noise only where
 # a moment really moves. (A scale equal to the largest value moves every step and would re-round everything.)
 #
-#     uniform  = 8 noise + 4                               of the 19 bits that fall away (to nearest: half of them)
-#     index(x) = (bits of |x| + uniform) >> 19             exponent and four mantissa bits of |x|, 12 bits
+#     index(x) = (bits of |x| + noise) >> 19               exponent and four mantissa bits of |x|, 12 bits
 #     E        = max over the group of index >> 4          the shared exponent, one byte
 #     second moment:  code = index - 16 E + 240            1..255: sixteen octaves below the largest; smaller ones are
-#                                                          raised to code 1, since v stands under a division
+#                                                          raised to code 1, since v stands under a division (of index
+#                                                          0, 2^-130 or less, they are zero)
 #     first moment:   code = index - 16 E + 112            1..127 and a sign bit: eight octaves; smaller ones become
 #                                                          zero or code 1, with the odds that keep the mean
 
@@ -109,7 +110,7 @@ def encode(x: Tensor, signed: bool, key: Key | None, first: First = 0) -> tuple[
         index = (magnitude + (1 << (_SHIFT - 1))) >> _SHIFT
         uniform = torch.full_like(index, 1 << (_SHIFT - 1))
     else:
-        uniform = noise(key, x.shape, x.device, first).mul_(8).add_(4)
+        uniform = noise(key, x.shape, x.device, _SHIFT, first)
         index = (magnitude + uniform) >> _SHIFT
     index = index.clamp_(max=4079).masked_fill_(x.isinf(), 4080).masked_fill_(x.isnan(), 4095)
     exponent = (_grouped(index) >> 4).amax(-1)
@@ -122,7 +123,7 @@ def encode(x: Tensor, signed: bool, key: Key | None, first: First = 0) -> tuple[
         code = torch.where(code >= 1, code, rises.to(torch.int32)).masked_fill_(magnitude == 0, 0)
         code |= (bits >> 24) & 0x80
     else:
-        code = (index - base + 240).clamp_(1, 255).masked_fill_(magnitude == 0, 0)
+        code = (index - base + 240).clamp_(1, 255).masked_fill_(index == 0, 0)
     return code.to(torch.uint8), exponent.to(torch.uint8)
 
 

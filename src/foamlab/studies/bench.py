@@ -47,6 +47,7 @@ CONTENDERS: dict[str, OptimizerConfig] = {
     "foam-5": _foam(5),
     "foam-8": _foam(8),
     "foam-row": _foam("row"),
+    "foam-2-paper": _foam(2, bias_correction="whole", residual_in_v=1.0),
     "foam-2-bf16": _foam(2, state="bfloat16"),
     "foam-0-int8": _foam(0, state="int8"),
     "foam-2-int8": _foam(2, state="int8"),

@@ -25,12 +25,14 @@ INLINE vu mix(vu x) {
 }
 static uint32_t mix1(uint32_t x) { return mix((vu){0} + x)[0]; }
 
-/* 16 random bits for each of 2N elements: those of even and those of odd place from `element` on */
+/* Random bits, 16 or 19, for each of 2N elements: those of even and those of odd place from `number` on. A word's low ones are
+   for the element of even number, its high ones for the odd one after it. */
 typedef struct { vu a, b; } Draws;
-INLINE Draws draws(uint32_t key, uint64_t element) {
-    vu word = mix((iota() + (uint32_t)(element >> 1)) ^ key);
-    if (element & 1) return (Draws){word >> 16, mix((iota() + (uint32_t)(element >> 1) + 1) ^ key) & 0xffff};
-    return (Draws){word & 0xffff, word >> 16};
+INLINE Draws draws(uint32_t key, uint64_t number, const int bits) {
+    const uint32_t mask = (1u << bits) - 1;
+    vu word = mix((iota() + (uint32_t)(number >> 1)) ^ key);
+    if (number & 1) return (Draws){word >> (32 - bits), mix((iota() + (uint32_t)(number >> 1) + 1) ^ key) & mask};
+    return (Draws){word & mask, word >> (32 - bits)};
 }
 
 /* ------------------------------------------------------------------ bfloat16 and float16 */
@@ -46,9 +48,9 @@ INLINE Two open_pairs(const void *x) {
 }
 /* Bits + noise, then the low half falls away: up with probability proportional to the distance. To nearest: half a unit in
    place of the noise, ties to even. Infinity has no low half to carry from; NaN must be quiet(). */
-INLINE void close_pairs(void *out, Two x, const int stochastic, uint32_t key, uint64_t element) {
+INLINE void close_pairs(void *out, Two x, const int stochastic, uint32_t key, uint64_t number) {
     vu a = (vu)x.a, b = (vu)x.b;
-    Draws r = stochastic ? draws(key, element) : (Draws){((a >> 16) & 1) + 0x7fff, ((b >> 16) & 1) + 0x7fff};
+    Draws r = stochastic ? draws(key, number, 16) : (Draws){((a >> 16) & 1) + 0x7fff, ((b >> 16) & 1) + 0x7fff};
     vu word = (a + r.a) >> 16 | ((b + r.b) & 0xffff0000u);
     memcpy(out, &word, sizeof word);
 }
@@ -130,10 +132,9 @@ INLINE void decode(float *out, const uint8_t *codes, const uint8_t *exponents, l
     }
 }
 
-/* 19 random bits each, of which 16 are drawn: the middle of what they stand for */
+/* what is added before 19 bits fall away */
 INLINE Draws uniform(const int stochastic, uint32_t key, uint64_t number) {
-    Draws r = stochastic ? draws(key, number) : (Draws){(vu){0} + 0x8000, (vu){0} + 0x8000};
-    return (Draws){r.a << 3 | stochastic << 2, r.b << 3 | stochastic << 2};
+    return stochastic ? draws(key, number, 19) : (Draws){(vu){0} + (1 << 18), (vu){0} + (1 << 18)};
 }
 
 /* Any group's codes, one number at a time; returns its exponent byte */
@@ -159,7 +160,8 @@ static uint8_t encode_each(uint8_t *out, const float *x, int is_signed, int stoc
     for (int i = 0; i < GROUP; i++) {
         int code = index[i] - base + (is_signed ? 112 : 240);
         if (code < 1) code = is_signed ? fabsf(x[i]) > smallest * (random[i] * 0x1p-19f) : 1;
-        out[i] = ((bits[i] & 0x7fffffff) != 0) * code | (is_signed ? bits[i] >> 24 & 0x80 : 0);
+        if (is_signed ? (bits[i] & 0x7fffffff) == 0 : index[i] == 0) code = 0;
+        out[i] = code | (is_signed ? bits[i] >> 24 & 0x80 : 0);
     }
     return top >> 4;
 }
@@ -180,10 +182,10 @@ INLINE void encode(uint8_t *out, uint8_t *exponents, const float *x, long count,
             Two y = split(load_two(x + at));
             vu a = (vu)y.a, b = (vu)y.b;
             random[i] = uniform(stochastic, key, number + at);
-            if (is_signed) signs[i] = (vs)(a >> 16 | (b & 0xffff0000u)) >> 8 & 0x80;
+            if (is_signed) signs[i] = (vs)(a >> 16 | (b & 0xffff0000u)) >> 8;
             a &= 0x7fffffff, b &= 0x7fffffff, size[i] = (Two){(vf)a, (vf)b};
             index[i] = (vs)((a + random[i].a) >> 19 | ((b + random[i].b) >> 3 & 0xffff0000u));
-            if (!is_signed) least[i] = (vs)(((vu)(a != 0) & 1) | ((vu)(b != 0) & 0x10000));
+            if (!is_signed) least[i] = smaller(index[i], (vs){0} + 1);
             most = larger(most, index[i]);
         }
         const int top = largest(most), base = top & ~15;
@@ -198,7 +200,7 @@ INLINE void encode(uint8_t *out, uint8_t *exponents, const float *x, long count,
                 least[i] = (vs)((a & 1) | (b & 0x10000));
             }
             vs code = larger(index[i] - (int16_t)(base - (is_signed ? 112 : 240)), least[i]);
-            vb bytes = to_bytes(is_signed ? code | signs[i] : code);
+            vb bytes = to_bytes(is_signed ? code | (signs[i] & 0x80) : code);
             memcpy(out + n * GROUP + 2 * N * i, &bytes, sizeof bytes);
         }
     }

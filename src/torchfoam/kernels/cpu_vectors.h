@@ -50,6 +50,7 @@ INLINE vf permute(vf x, vu lanes) { return _mm512_permutexvar_ps((__m512i)lanes,
 INLINE vs from_bytes(vb x) { return (vs)_mm512_cvtepu8_epi16((__m256i)x); }
 INLINE vb to_bytes(vs x) { return (vb)_mm512_cvtepi16_epi8((__m512i)x); }
 INLINE vs larger(vs a, vs b) { return (vs)_mm512_max_epi16((__m512i)a, (__m512i)b); }
+INLINE vs smaller(vs a, vs b) { return (vs)_mm512_min_epi16((__m512i)a, (__m512i)b); }
 INLINE vf from_half(vh x) { return _mm512_cvtph_ps((__m256i)x); }
 INLINE vh to_half(vf x) { return (vh)_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
 INLINE __m256i half_of(vs x) { return _mm256_max_epu16(_mm512_castsi512_si256((__m512i)x), _mm512_extracti64x4_epi64((__m512i)x, 1)); }
@@ -89,6 +90,7 @@ INLINE vf permute(vf x, vu lanes) { return _mm256_permutevar8x32_ps(x, (__m256i)
 INLINE vs from_bytes(vb x) { return (vs)_mm256_cvtepu8_epi16((__m128i)x); }
 INLINE vb to_bytes(vs x) { return (vb)_mm_packus_epi16(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1)); }
 INLINE vs larger(vs a, vs b) { return (vs)_mm256_max_epi16((__m256i)a, (__m256i)b); }
+INLINE vs smaller(vs a, vs b) { return (vs)_mm256_min_epi16((__m256i)a, (__m256i)b); }
 INLINE vf from_half(vh x) { return _mm256_cvtph_ps((__m128i)x); }
 INLINE vh to_half(vf x) { return (vh)_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
 INLINE vf root(vf x) { return _mm256_sqrt_ps(x); }
@@ -105,6 +107,7 @@ INLINE vf permute(vf x, vu lanes) { return (vf){x[lanes[0]], x[lanes[1]], x[lane
 INLINE vs from_bytes(vb x) { return __builtin_convertvector(x, vs); }
 INLINE vb to_bytes(vs x) { return __builtin_convertvector(x, vb); }
 INLINE vs larger(vs a, vs b) { vs more = a > b; return (a & more) | (b & ~more); }
+INLINE vs smaller(vs a, vs b) { vs less = a < b; return (a & less) | (b & ~less); }
 INLINE vf root(vf x) { for (int i = 0; i < N; i++) x[i] = sqrtf(x[i]); return x; }
 INLINE vf from_half(vh x) { vf y; for (int i = 0; i < N; i++) { _Float16 h; memcpy(&h, (uint16_t *)&x + i, 2); y[i] = h; } return y; }
 INLINE vh to_half(vf x) { vh y; for (int i = 0; i < N; i++) { _Float16 h = x[i]; memcpy((uint16_t *)&y + i, &h, 2); } return y; }
