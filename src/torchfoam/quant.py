@@ -7,7 +7,7 @@ The noise is a pure function of (seed, step, tensor, stream, element), so a resu
 data-parallel replica rounds alike, no generator state is saved, and every backend can be held to the same bits:
 
     key  = mix(mix(mix(seed) ^ step) ^ (4 * tensor + stream))        stream 0: p, 1: m, 2: v
-    word = mix(key ^ element // 2)                                   an even element has its low bits, an odd one its high
+    word = mix(key ^ element // 2)                     an even element has its low bits, an odd one its high bits
 
 16 of them are added below the bfloat16 mantissa, 19 below that of an 8-bit code. `mix` is the 32-bit finaliser
 "lowbias32" found by C. Wellons' hash-prospector (public domain); `element` is the index in the contiguous tensor, half
