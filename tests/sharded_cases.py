@@ -1,12 +1,13 @@
 """What holds of sharded weights, run by four gloo processes in one spawn: `test_sharded.py` starts them and reports.
 
-`python sharded_cases.py RANK FOLDER [CASE ...]` runs the cases, which all ranks run in the same order, and writes
-FOLDER/RANK.json: case -> what went wrong, or "".
+`python sharded_cases.py FOLDER [CASE ...]` runs the cases, which all ranks run in the same order, and writes
+FOLDER/RANK.json: case -> what went wrong, or "". Ranks are forked, so that what they import is imported once.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import traceback
 import warnings
@@ -14,21 +15,23 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+import torch._dynamo  # FSDP2 imports it when it first shards
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from sharded_models import MODELS
+from sharded_models import MODELS, WORLD, mesh_of
 from torchfoam import FOAM
 
-WORLD = 4
 LEVELS = (0, 2, "row")
 STATES = ("float32", "bfloat16", "int8")
 RULES = ("adam", "mini", "muon")
@@ -57,7 +60,7 @@ def whole(x: Tensor) -> Tensor:
 
 
 def meshes() -> tuple[DeviceMesh, DeviceMesh]:
-    return init_device_mesh("cpu", (WORLD,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    return mesh_of(WORLD), mesh_of(2, 2)
 
 
 def cuts() -> Iterator[tuple[str, DeviceMesh, Callable[[int], list[Placement]]]]:
@@ -130,6 +133,53 @@ for _rule, _state in product(RULES, STATES):
     CASES[f"{_rule} {_state}"] = partial(exact, _rule, _state)
 
 
+def words(rule: str, shape: tuple[int, ...], mesh: DeviceMesh, placements: list[Placement]) -> str:
+    """What a step at level 2 communicates, as docs/sharding.md says it."""
+    p = nn.Parameter(sharded(numbers(*shape, seed=0), mesh, placements))
+    opt = FOAM([{"params": [p], "level": 2, "rule": rule}])
+    p.grad = sharded(numbers(*shape, seed=1), mesh, placements)
+    with Traffic() as traffic:
+        opt.step()
+    said = {torch.float32: "the gradient's rows", torch.bfloat16: "the update"}
+    return ", ".join(dict.fromkeys(said[dtype] for dtype in traffic.sent)) or "nothing"
+
+
+class Traffic(TorchDispatchMode):
+    """The dtypes of all that is handed to a collective, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # to see what it does inside
+        if func.namespace in ("c10d", "_c10d_functional", "c10d_functional") and "wait" not in str(func):
+            self.sent.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def communication() -> None:
+    one, two = meshes()
+    rows: dict[str, tuple[tuple[int, ...], DeviceMesh, list[Placement]]] = {
+        "by rows (FSDP2)": ((8, 20), one, [Shard(0)]),
+        "by rows, in replicas (HSDP)": ((8, 20), two, [Replicate(), Shard(0)]),
+        "by rows twice (FSDP2 over tensor parallelism)": ((8, 20), two, [_StridedShard(0, split_factor=2), Shard(0)]),
+        "by columns, between blocks": ((8, 32), one, [Shard(1)]),
+        "by columns, through blocks": ((8, 20), one, [Shard(1)]),
+        "by rows and by columns, through blocks": ((8, 20), two, [Shard(0), Shard(1)]),
+    }
+    page = (Path(__file__).parents[1] / "docs" / "sharding.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| (by [^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", page, re.M)
+    found = [(name, *(words(rule, *cut) for rule in RULES)) for name, cut in rows.items()]
+    assert found == table, found
+    stack = (4, 3, 8)
+    assert words("muon", stack, one, [Shard(0)]) == "nothing" and words("muon", stack, one, [Shard(1)]) == "the update"
+
+
+CASES["communication"] = communication
+
+
 def main(rank: int, folder: Path, names: list[str]) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
@@ -154,4 +204,8 @@ def main(rank: int, folder: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    ranks = [get_context("fork").Process(target=main, args=(r, Path(sys.argv[1]), sys.argv[2:])) for r in range(WORLD)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,29 +22,19 @@ if not dist.is_available() or not dist.is_gloo_available():
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each rank says of each case."""
     folder = tmp_path_factory.mktemp("sharded")
-    script = Path(__file__).with_name("sharded_cases.py")
-    said = [(folder / f"{rank}.txt").open("w+") for rank in range(WORLD)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(folder)],
-            stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank, out in enumerate(said)
-    ]  # fmt: skip
-    try:
-        for rank in ranks:
-            rank.wait(timeout=300)
-    finally:
-        for rank in ranks:
-            rank.kill()
-    found = []
-    for rank, out in enumerate(said):
-        out.seek(0)
-        text = out.read()
-        out.close()
-        assert (folder / f"{rank}.json").exists(), text[-3000:]
-        found.append(json.loads((folder / f"{rank}.json").read_text()))
-    return found
+    command = [sys.executable, str(Path(__file__).with_name("sharded_cases.py")), str(folder)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True
+    ) as ranks:
+        try:
+            said, _ = ranks.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            os.killpg(ranks.pid, signal.SIGKILL)
+            said, _ = ranks.communicate()
+    found = [folder / f"{rank}.json" for rank in range(WORLD)]
+    assert all(path.exists() for path in found), said[-3000:]
+    return [json.loads(path.read_text()) for path in found]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -70,11 +70,12 @@ class FOAM(Optimizer):
         backend: None takes the fastest that works for each parameter; a name takes that one or raises with the reason.
 
     All of these but `backend` may be given per group. State exists from construction on: `step` [], and m, v of shape
-    [*lead, W], W = ceil(C / 2**level).
+    [*lead, W], W = ceil(C / 2**level). Of sharded parameters (FSDP2, tensor parallelism) these are DTensors, sharded
+    alike, and a step has the same bits as in one process (docs/sharding.md); make the optimizer after sharding.
 
     Raises:
-        ValueError: nonsense hyperparameters, complex, sharded or lazy parameters, an unknown backend, or a module in
-            which nothing folds.
+        ValueError: nonsense hyperparameters, complex or lazy parameters, those of FSDP1, an unknown backend, or a
+            module in which nothing folds.
 
     >>> w = nn.Parameter(torch.ones(2, 8))
     >>> opt = FOAM([w], lr=0.1, level=2, weight_decay=0.0)

@@ -2,9 +2,9 @@
 
 The backward pass then never holds more than a layer's gradients. The weights come out bit for bit as without it. What
 needs all gradients together is incompatible, and is refused or said: clipping by the global norm, accumulation over
-several backward passes, replicas whose gradients are averaged after the backward pass (DDP), loss scaling, reentrant
-checkpointing (a layer used twice would step on half of its gradient). What can be known is refused before the first
-weight moves.
+several backward passes, replicas whose gradients are averaged after the backward pass (DDP; FSDP2's are complete), loss
+scaling, reentrant checkpointing (a layer used twice would step on half of its gradient). What can be known is refused
+before the first weight moves.
 """
 
 from __future__ import annotations
