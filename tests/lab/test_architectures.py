@@ -11,7 +11,6 @@ import pytest
 import small
 import torch
 import transformers
-from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 import foamlab
@@ -59,7 +58,7 @@ def configured(kind: str, sizes: dict[str, Any]) -> PreTrainedConfig:
     return config
 
 
-def real(kind: str, sizes: dict[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
+def real(kind: str, sizes: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     return architectures.build(configured(kind, sizes), dtype)
 

@@ -169,7 +169,8 @@ def test_a_full_disk_leaves_the_old_checkpoint(
             raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(*((type(model), "save_pretrained") if at == "weights" else (torch, "save")), full)
+    owner, name = (type(model), "save_pretrained") if at == "weights" else (torch, "save")
+    monkeypatch.setattr(owner, name, full)
     with pytest.raises(
         UserError, match=r"cannot save .*step-00000002: the disk is full .* make room; then resume from .*step-00000001"
     ):
@@ -207,7 +208,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, monkeypatch: pytes
 
 
 def test_storable_is_what_torch_reads_back_safely(tmp_path: Path) -> None:
-    good = {"a": [1, 2.0, None, True, "x", torch.ones(2)], 3: (torch.float32, {})}
+    good: dict[Any, Any] = {"a": [1, 2.0, None, True, "x", torch.ones(2)], 3: (torch.float32, {})}
     assert checkpoint.storable(good)
     torch.save(good, tmp_path / "good.pt")
     torch.load(tmp_path / "good.pt", weights_only=True)

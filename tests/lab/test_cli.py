@@ -9,6 +9,8 @@ import shlex
 import signal
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -25,7 +27,7 @@ TINY = [
 
 
 @pytest.fixture
-def desk(tmp_path, monkeypatch):
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a small corpus, made the current one."""
     words = [f"Document {k}: {'abc' * (k % 7 + 3)} and {k * k}.\n" * 3 for k in range(60)]
     (tmp_path / "corpus.txt").write_text("\n\n".join(words))
@@ -33,7 +35,7 @@ def desk(tmp_path, monkeypatch):
     return tmp_path
 
 
-def settings(capsys, *args):
+def settings(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
     assert main(["train", *args, "--print_config"]) == 0
     return yaml.safe_load(capsys.readouterr().out)
 
@@ -42,7 +44,7 @@ def settings(capsys, *args):
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], *([name, "--help"] for name in commands())])
-def test_help_loads_nothing_heavy(words):
+def test_help_loads_nothing_heavy(words: list[str]) -> None:
     """What makes --help slow is an import: 2 s for torch alone."""
     heavy = "{'torch', 'transformers', 'numpy', 'tokenizers', 'plotly', 'rich', 'torchfoam'}"
     code = "import sys; from foamlab.cli import main; rc = main(sys.argv[1:]); "
@@ -52,12 +54,12 @@ def test_help_loads_nothing_heavy(words):
 
 
 @pytest.mark.parametrize("name", commands())
-def test_every_command_teaches_with_examples_that_parse(name, capsys):
+def test_every_command_teaches_with_examples_that_parse(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = commands()[name]
     assert command.name == name
     assert main([name, "--help"]) == 0
     shown = capsys.readouterr().out
-    assert command.function.__doc__.splitlines()[0] in shown.replace("\n", " ")
+    assert (command.function.__doc__ or "?").splitlines()[0] in shown.replace("\n", " ")
     for line in command.examples:
         assert line in shown
         program, called, *rest = shlex.split(line.partition(">")[0])
@@ -67,7 +69,7 @@ def test_every_command_teaches_with_examples_that_parse(name, capsys):
         arguments.parse(command, [word for word in rest if word not in ("my.yaml", "--print_config")])
 
 
-def test_no_command_is_an_error_that_helps(capsys):
+def test_no_command_is_an_error_that_helps(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "foamlab train demo" in capsys.readouterr().out
 
@@ -75,7 +77,7 @@ def test_no_command_is_an_error_that_helps(capsys):
 # ---------------------------------------------------------------------------------------------- settings
 
 
-def test_flags_overrule_a_file_whatever_their_order(desk, capsys):
+def test_flags_overrule_a_file_whatever_their_order(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (desk / "my.yaml").write_text("train: {steps: 7, batch: 3}\noptimizer: {options: {level: row}, eps: 1e-6}\n")
     got = settings(capsys, "my.yaml", "--train.steps", "9", "--optimizer.options.state", "bfloat16")
     assert got["train"]["steps"] == 9 and got["train"]["batch"] == 3
@@ -84,7 +86,7 @@ def test_flags_overrule_a_file_whatever_their_order(desk, capsys):
     assert settings(capsys, "--train.steps", "9", "--config", "my.yaml")["train"]["steps"] == 7
 
 
-def test_options_keep_their_types(capsys):
+def test_options_keep_their_types(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--optimizer.options.level 3 --optimizer.options.residual 0.5 --optimizer.options.stochastic false"
     got = settings(capsys, *words.split(), "--optimizer.betas", "[0.9, 0.95]", "--optimizer.options.backend", "eager")
     assert got["optimizer"]["options"] == {"level": 3, "residual": 0.5, "stochastic": False, "backend": "eager"}
@@ -92,7 +94,7 @@ def test_options_keep_their_types(capsys):
 
 
 @pytest.mark.parametrize("name", arguments.presets())
-def test_printed_settings_give_the_same_settings(name, desk, capsys):
+def test_printed_settings_give_the_same_settings(name: str, desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     got = settings(capsys, name)
     (desk / "again.yaml").write_text(yaml.safe_dump(got))
     assert settings(capsys, "again.yaml") == got
@@ -100,14 +102,14 @@ def test_printed_settings_give_the_same_settings(name, desk, capsys):
 
 
 @pytest.mark.parametrize("name", arguments.presets())
-def test_every_preset_dry_runs_and_touches_nothing(name, desk, capsys):
+def test_every_preset_dry_runs_and_touches_nothing(name: str, desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", name, "--dry_run", "--train.device", "cpu"]) == 0
     shown = capsys.readouterr().out
     assert "nothing was trained" in shown and "of optimizer state" in shown and "folded" in shown
     assert sorted(path.name for path in desk.iterdir()) == ["corpus.txt"]
 
 
-def test_every_preset_says_what_it_is(capsys):
+def test_every_preset_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["presets"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line.split(maxsplit=1)) == 2 for line in lines[1:]) and len(lines) == 1 + len(arguments.presets())
@@ -115,7 +117,7 @@ def test_every_preset_says_what_it_is(capsys):
     assert capsys.readouterr().out == arguments.presets()["demo"].read_text()
 
 
-def test_a_dry_run_of_a_rival_shows_its_groups(capsys):
+def test_a_dry_run_of_a_rival_shows_its_groups(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "demo", "--dry_run", "--optimizer.name", "adamw-split", "--train.device", "cpu"]) == 0
     shown = capsys.readouterr().out
     assert "matrices: 28 tensors" in shown and "lr 0.0012" in shown
@@ -123,12 +125,12 @@ def test_a_dry_run_of_a_rival_shows_its_groups(capsys):
     assert f"{1_840_256 * 8 + 39 * 4:,} of optimizer state" in shown
 
 
-def test_a_dry_run_takes_a_named_backend(capsys):
+def test_a_dry_run_takes_a_named_backend(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "demo", "--dry_run", "--optimizer.options.backend", "cpu"]) == 0
     assert "backend: cpu" in capsys.readouterr().out
 
 
-def test_a_settings_file_cannot_run_code(desk, capsys):
+def test_a_settings_file_cannot_run_code(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Some programs import and call what a file names; here a file is data."""
     call = {"class_path": "pathlib.Path.touch", "init_args": {"self": "owned"}}
     (desk / "bad.yaml").write_text(yaml.safe_dump({"optimizer": {"options": {"level": call}}}))
@@ -198,7 +200,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_a_users_mistake_is_one_line_and_exit_code_2(words, desk, capsys):
+def test_a_users_mistake_is_one_line_and_exit_code_2(
+    words: str, desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (desk / "group.yaml").write_text("train:\n  stepz: 3\n")
     (desk / "top.yaml").write_text("trian:\n  steps: 3\n")
     (desk / "broken.yaml").write_text("train:\n  steps: [\n")
@@ -218,8 +222,8 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(words, desk, capsys):
     assert sorted(desk.iterdir()) == before
 
 
-def test_a_bug_keeps_its_traceback(monkeypatch, desk):
-    def broken(config):
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, desk: Path) -> None:
+    def broken(config: RunConfig) -> None:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr("foamlab.training.preview.preview", broken)
@@ -240,7 +244,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch, desk):
         ("datasets", "text:PATH"),
     ],
 )
-def test_lists(words, expected, capsys):
+def test_lists(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 0
     assert expected in capsys.readouterr().out
 
@@ -248,13 +252,15 @@ def test_lists(words, expected, capsys):
 # ---------------------------------------------------------------------------------------------- a run
 
 
-def test_train_stop_resume_report(desk, capsys, monkeypatch):
+def test_train_stop_resume_report(
+    desk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C in step 3 saves and exits with 130; resuming ends where a run that was never stopped ends."""
     assert main(["train", *TINY, "--train.steps", "6", "--out", "whole"]) == 0
     shown = capsys.readouterr().out
     assert "step 6/6  loss " in shown and "validation loss" in shown and "done: whole" in shown
 
-    def stop(self, event):
+    def stop(self: object, event: dict[str, Any]) -> None:
         if event["step"] == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -279,7 +285,7 @@ def test_train_stop_resume_report(desk, capsys, monkeypatch):
 # ---------------------------------------------------------------------------------------------- display
 
 SIZE = {"weights": 7_000_000, "state": 2_000_000, "peak": 500_000_000}
-EVENTS = [
+EVENTS: list[dict[str, Any]] = [
     {"kind": "prepare", "stage": "tokens", "share": 0.5},
     {"kind": "prepare", "stage": "tokens", "share": None},
     {"kind": "prepare", "stage": "warning", "message": "a file was not text"},
@@ -300,12 +306,12 @@ EVENTS = [
 
 
 class Terminal(io.StringIO):
-    def isatty(self):
+    def isatty(self) -> bool:
         return True
 
 
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
-def test_a_run_is_shown_on_terminals_and_in_pipes(stream, monkeypatch):
+def test_a_run_is_shown_on_terminals_and_in_pipes(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
     shown = stream()
@@ -324,7 +330,7 @@ def test_a_run_is_shown_on_terminals_and_in_pipes(stream, monkeypatch):
         assert "0:09 left" in text  # 90 steps of 64 tokens at 640 tokens/s
 
 
-def test_a_pipe_gets_one_line_an_interval():
+def test_a_pipe_gets_one_line_an_interval() -> None:
     shown = io.StringIO()
     with run_display.display(shown, interval=3600) as on_event:
         on_event(EVENTS[4])
@@ -335,7 +341,7 @@ def test_a_pipe_gets_one_line_an_interval():
     assert [line.split()[1] for line in lines] == ["1/100", "100/100"]
 
 
-def test_when_nobody_reads_the_output_the_run_is_asked_to_stop_once(monkeypatch):
+def test_when_nobody_reads_the_output_the_run_is_asked_to_stop_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """`foamlab train demo 2>&1 | head`: both pipes are broken; the run ends as on Ctrl-C, which saves."""
     asked = []
     before = signal.signal(signal.SIGINT, lambda *_: asked.append(1))
@@ -349,7 +355,8 @@ def test_when_nobody_reads_the_output_the_run_is_asked_to_stop_once(monkeypatch)
             for event in EVENTS:
                 on_event(event)
         assert asked == [1]
-        out.close(), err.close()  # as at exit: nothing is left to write
+        out.close()  # as at exit: nothing is left to write
+        err.close()
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -363,7 +370,7 @@ def test_the_library_alone_says_what_the_lab_needs(
 
 
 @pytest.mark.parametrize("how", [["--model.name", "MODEL"], ["--model.name=MODEL"], ["--model.name=org/name"]])
-def test_a_preset_leaves_the_tokenizer_to_a_model_that_brings_one(tmp_path, how):
+def test_a_preset_leaves_the_tokenizer_to_a_model_that_brings_one(tmp_path: Path, how: list[str]) -> None:
     def tokenizer(*words: str) -> str:
         (config,), _ = arguments.parse(commands()["train"], list(words))
         return config.data.tokenizer
@@ -377,11 +384,13 @@ def test_a_preset_leaves_the_tokenizer_to_a_model_that_brings_one(tmp_path, how)
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry_run"]])
-def test_a_hub_model_that_is_out_of_reach_is_one_line(capsys, monkeypatch, tmp_path, dry):
+def test_a_hub_model_that_is_out_of_reach_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dry: list[Any]
+) -> None:
     monkeypatch.chdir(tmp_path)
     hub = pytest.importorskip("huggingface_hub")
 
-    def unreachable(*args, **kwargs):
+    def unreachable(*args: Any, **kwargs: Any) -> None:
         raise OSError("no route to host")
 
     monkeypatch.setattr(hub, "snapshot_download", unreachable)

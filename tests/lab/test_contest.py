@@ -11,8 +11,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import small
@@ -20,10 +22,11 @@ import yaml
 
 from foamlab.cli import main
 from foamlab.cli.contest_commands import grids
+from foamlab.config import RunConfig
 from foamlab.contest import design, runner, trial
 from foamlab.contest import folder as ledger
 from foamlab.contest.folder import why_stop
-from foamlab.contest.model import Rule
+from foamlab.contest.model import Contest, Rule
 from foamlab.contest.page import report
 from foamlab.contest.results import standings
 from foamlab.errors import UserError
@@ -34,7 +37,7 @@ from foamlab.training.run import train
 # ---------------------------------------------------------------------------------------------- settings
 
 
-def test_grids():
+def test_grids() -> None:
     assert grids("1e-3,3e-3", "lr") == {"": [1e-3, 3e-3]}
     assert grids("adamw=1e-3, 3e-3; sgd=0.1", "lr") == {"adamw": [1e-3, 3e-3], "sgd": [0.1]}
     with pytest.raises(UserError, match=r"--lr takes numbers.*'fast'"):
@@ -42,16 +45,16 @@ def test_grids():
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small.prepare(tmp_path_factory.mktemp("sweep"))
 
 
 @pytest.fixture
-def config(home, tmp_path):
+def config(home: Path, tmp_path: Path) -> RunConfig:
     return small.config(home, tmp_path / "unused", steps=6, eval_every=2, checkpoint_every=0, memory="ignore")
 
 
-def test_every_optimizer_has_its_own_grid_unless_one_is_given(config):
+def test_every_optimizer_has_its_own_grid_unless_one_is_given(config: RunConfig) -> None:
     c = design.comparison(config, ["foam-paper", "adamw", "sgd"], [0], lr={"adamw": [2e-3, 1e-3, 2e-3]})
     grid = {arm.label: arm.tune["lr"] for arm in c.arms}
     assert (
@@ -83,7 +86,7 @@ def test_every_optimizer_has_its_own_grid_unless_one_is_given(config):
         ({"steps": 0}, "train.steps"),
     ],
 )
-def test_what_makes_no_sense_is_refused(config, change, message):
+def test_what_makes_no_sense_is_refused(config: RunConfig, change: dict[str, Any], message: str) -> None:
     if "steps" in change:
         config.train.steps = change.pop("steps")
     with pytest.raises(UserError, match=message):
@@ -101,14 +104,16 @@ def test_what_makes_no_sense_is_refused(config, change, message):
         (9, 2, 0.01, 2, 2),
     ],
 )
-def test_the_rule_looks_at_an_evaluation_before_the_end(config, steps, every, at, factor, step):
+def test_the_rule_looks_at_an_evaluation_before_the_end(
+    config: RunConfig, steps: int, every: int, at: float, factor: float, step: int
+) -> None:
     config.train.steps, config.train.eval_every = steps, every
     c = design.comparison(config, ["adamw", "foam"], [0], stop_factor=factor, stop_at=at)
     assert c.rule.step == step
     assert ("stopped at step" in str(c.rule)) == bool(step)
 
 
-def test_studies_share_the_papers_setting_and_whatever_else_is_the_same(config):
+def test_studies_share_the_papers_setting_and_whatever_else_is_the_same(config: RunConfig) -> None:
     config.optimizer.lr, config.optimizer.scale = 0.02, 0.5
     c = design.ablation(config, ["residual", "rho", "level", "alpha", "direction"], [0, 1])
     assert len({json.dumps([a.optimizer, a.options, a.start]) for a in c.arms}) == len(c.arms)
@@ -134,25 +139,25 @@ def test_studies_share_the_papers_setting_and_whatever_else_is_the_same(config):
 class Done:
     """A trial that ran in this process, as if it were one of its own."""
 
-    def __init__(self, returncode):
+    def __init__(self, returncode: int) -> None:
         self.returncode = returncode
 
-    def poll(self):
+    def poll(self) -> int | None:
         return self.returncode
 
-    def terminate(self):
+    def terminate(self) -> None:
         pass
 
-    def wait(self, timeout=None):
+    def wait(self, timeout: float | None = None) -> None:
         pass
 
 
 @pytest.fixture
-def here(monkeypatch):
+def here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Trials run in this process, one after the other; the list of their names."""
     ran = []
 
-    def spawn(self, orders, slot, log):
+    def spawn(self: object, orders: dict[str, Any], slot: int, log: Path) -> Any:
         ran.append("/".join(Path(orders["config"]["out"]).parts[-2:]))
         log.write_text("")
         try:
@@ -166,13 +171,14 @@ def here(monkeypatch):
     return ran
 
 
-def small_contest(config, names=("foam-paper", "adamw"), **changes):
+def small_contest(config: RunConfig, names: Sequence[str] = ("foam-paper", "adamw"), **changes: Any) -> Contest:
     rates = {"lr": {"": [1e-3, 1e-2]}, "scale": {"foam-paper": [0.5]}}
     return design.comparison(config, names, [0, 1], **{**rates, **changes})
 
 
-def test_a_contest_from_beginning_to_end(config, tmp_path, here):
-    folder, events = tmp_path / "contest", []
+def test_a_contest_from_beginning_to_end(config: RunConfig, tmp_path: Path, here: list[str]) -> None:
+    folder = tmp_path / "contest"
+    events: list[dict[str, Any]] = []
     end = runner.start(small_contest(config, stop_factor=1.001), folder, 1, events.append)
     kept = json.loads((folder / "contest.json").read_text())
     assert kept == json.loads(json.dumps(end)) and kept["status"] == "done"
@@ -196,8 +202,8 @@ def test_a_contest_from_beginning_to_end(config, tmp_path, here):
     stopped = [r for r in kept["runs"] if r["status"] == "stopped"]
     assert stopped and kept["rule"]["step"] == 2 and kept["cautions"][0] == str(Rule(2, 1.001))
     for arm in ("foam-paper", "adamw"):
-        at = {f"{arm}/{p.name}": ledger.loss_at(p, 2) for p in (folder / arm).glob("*seed0")}
-        assert min(at, key=at.get) not in [r["folder"] for r in stopped]
+        at = {f"{arm}/{p.name}": ledger.loss_at(p, 2) or math.inf for p in (folder / arm).glob("*seed0")}
+        assert min(at, key=lambda name: at[name]) not in [r["folder"] for r in stopped]
     assert all(r["why"] and summarize([folder / r["folder"]])[0].steps == 3 for r in stopped)
     # another text is another contest
     (folder / "contest.json").write_text(json.dumps({**kept, "data": "another"}))
@@ -214,17 +220,20 @@ def test_a_contest_from_beginning_to_end(config, tmp_path, here):
     assert changed <= {"contest.json"}
 
 
-def test_an_interrupted_contest_ends_as_one_that_was_not(config, tmp_path, here, monkeypatch):
+def test_an_interrupted_contest_ends_as_one_that_was_not(
+    config: RunConfig, tmp_path: Path, here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = runner.start(small_contest(config), tmp_path / "whole", 1)
-    spawn, interrupted = runner.Runner.spawn, []
+    spawn = runner.Runner.spawn
+    interrupted: list[Path] = []
 
-    def stop_the_third(self, orders, slot, log):
+    def stop_the_third(self: runner.Runner, orders: dict[str, Any], slot: int, log: Path) -> Any:
         if len(here) % 10 != 2 or interrupted:
             return spawn(self, orders, slot, log)
         interrupted.append(Path(orders["config"]["out"]))
         log.write_text("")
 
-        def stop(event):
+        def stop(event: dict[str, Any]) -> None:
             if event["kind"] == "train" and event["step"] == 3:
                 signal.raise_signal(signal.SIGTERM)
 
@@ -246,26 +255,26 @@ def test_an_interrupted_contest_ends_as_one_that_was_not(config, tmp_path, here,
         }
 
 
-def test_ctrl_c_lets_the_runs_save(config, tmp_path, monkeypatch):
+def test_ctrl_c_lets_the_runs_save(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = []
 
     class Endless:
         returncode = None
 
-        def poll(self):
+        def poll(self) -> int | None:
             return self.returncode
 
-        def terminate(self):
+        def terminate(self) -> None:
             log.append("terminated")
             self.returncode = 130
 
-        def wait(self, timeout=None):
+        def wait(self, timeout: float | None = None) -> None:
             assert timeout is None and self.returncode == 130
 
     monkeypatch.setattr(runner.Runner, "spawn", lambda *a: Endless())
     events = []
 
-    def press(event):
+    def press(event: dict[str, Any]) -> None:
         events.append(event)
         if event["kind"] == "state":
             signal.raise_signal(signal.SIGINT)
@@ -275,7 +284,7 @@ def test_ctrl_c_lets_the_runs_save(config, tmp_path, monkeypatch):
     assert len([e for e in events if e["kind"] == "launch"]) == 2
 
 
-def test_a_run_that_cannot_be_resumed_begins_anew(config, tmp_path, here):
+def test_a_run_that_cannot_be_resumed_begins_anew(config: RunConfig, tmp_path: Path, here: list[str]) -> None:
     folder = tmp_path / "c"
     c = small_contest(config, stop_factor=0)
     object.__setattr__(c, "arms", [replace(a, optimizer="galore", options={}) for a in c.arms[:1]])
@@ -290,7 +299,9 @@ def test_a_run_that_cannot_be_resumed_begins_anew(config, tmp_path, here):
     assert "resumed" not in json.loads((folder / first / "run.json").read_text())
 
 
-def test_a_contest_killed_at_its_beginning_can_begin_again(config, tmp_path, here, monkeypatch):
+def test_a_contest_killed_at_its_beginning_can_begin_again(
+    config: RunConfig, tmp_path: Path, here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     write, folder = runner.write, tmp_path / "c"
     monkeypatch.setattr(runner, "write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
@@ -304,7 +315,9 @@ def test_a_contest_killed_at_its_beginning_can_begin_again(config, tmp_path, her
     assert runner.start(small_contest(config), folder)["status"] == "done"
 
 
-def test_a_contest_over_a_text_that_is_not_there_does_not_say_that_it_runs(config, tmp_path, here, monkeypatch):
+def test_a_contest_over_a_text_that_is_not_there_does_not_say_that_it_runs(
+    config: RunConfig, tmp_path: Path, here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(runner.data, "prepare", lambda *_: (_ for _ in ()).throw(UserError("no text")))
         with pytest.raises(UserError, match="no text"):
@@ -312,10 +325,12 @@ def test_a_contest_over_a_text_that_is_not_there_does_not_say_that_it_runs(confi
     assert ledger.read(tmp_path / "c")["status"] == "interrupted" and not here
 
 
-def test_a_failure_is_told_and_the_contest_can_go_on(config, tmp_path, here, monkeypatch):
+def test_a_failure_is_told_and_the_contest_can_go_on(
+    config: RunConfig, tmp_path: Path, here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     spawn = runner.Runner.spawn
 
-    def full(self, orders, slot, log):
+    def full(self: object, orders: dict[str, Any], slot: int, log: Path) -> Done:
         log.write_text("some warning\nno room on the disk")
         return Done(2)
 
@@ -327,7 +342,7 @@ def test_a_failure_is_told_and_the_contest_can_go_on(config, tmp_path, here, mon
     assert runner.resume(tmp_path / "c")["status"] == "done"
 
 
-def test_a_diverged_run_is_a_result(config, tmp_path, here):
+def test_a_diverged_run_is_a_result(config: RunConfig, tmp_path: Path, here: list[str]) -> None:
     config.train.patience, config.train.clip = 1, 0.0
     end = runner.start(
         small_contest(config, lr={"foam-paper": [1e-2], "adamw": [1e-2, 1e30]}, stop_factor=0), tmp_path / "c"
@@ -339,7 +354,13 @@ def test_a_diverged_run_is_a_result(config, tmp_path, here):
     assert end["search"]["adamw"]["best"]["lr"] < 1e30 and end["status"] == "done"
 
 
-def test_the_command(config, tmp_path, here, capsys, monkeypatch):
+def test_the_command(
+    config: RunConfig,
+    tmp_path: Path,
+    here: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(tmp_path)
     settings = runner.to_dict(config)
     settings.pop("out")
@@ -368,7 +389,7 @@ def test_the_command(config, tmp_path, here, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("seeds", ["inf", "nan", "-1", "0.5", "1e30"])
-def test_seeds_that_are_none(seeds, capsys):
+def test_seeds_that_are_none(seeds: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "--optimizers", "foam,adamw", "--seeds", seeds]) == 2
     assert "--seeds takes whole numbers" in capsys.readouterr().err
     assert main(["compare", "--optimizers", "foam, adamw", "--finalists=-1"]) == 2
@@ -377,7 +398,7 @@ def test_seeds_that_are_none(seeds, capsys):
     assert "--jobs is a number" in capsys.readouterr().err
 
 
-def test_a_damaged_run_is_run_again_or_told(config, tmp_path, here):
+def test_a_damaged_run_is_run_again_or_told(config: RunConfig, tmp_path: Path, here: list[str]) -> None:
     folder = tmp_path / "c"
     end = runner.start(small_contest(config, lr={"": [1e-3]}, stop_factor=0), folder)
     torn, broken = (folder / name for name in end["results"][0]["folders"])
@@ -394,11 +415,13 @@ def test_a_damaged_run_is_run_again_or_told(config, tmp_path, here):
     assert sorted(here) == sorted(f"{p.parent.name}/{p.name}" for p in (torn, broken))
 
 
-def test_a_text_that_changes_under_a_contest_is_found_by_the_next_run(home, config, tmp_path, here):
+def test_a_text_that_changes_under_a_contest_is_found_by_the_next_run(
+    home: Path, config: RunConfig, tmp_path: Path, here: list[str]
+) -> None:
     shutil.copytree(home / "text", tmp_path / "text")
     config.data.name = f"text:{tmp_path / 'text'}"
 
-    def change(event):
+    def change(event: dict[str, Any]) -> None:
         if event["kind"] == "ended":
             (tmp_path / "text" / "new.txt").write_text("more foam")
 
@@ -407,7 +430,9 @@ def test_a_text_that_changes_under_a_contest_is_found_by_the_next_run(home, conf
     assert len(here) == 2
 
 
-def test_a_run_that_a_killed_contest_left_writing_is_waited_for(config, tmp_path, here):
+def test_a_run_that_a_killed_contest_left_writing_is_waited_for(
+    config: RunConfig, tmp_path: Path, here: list[str]
+) -> None:
     folder = tmp_path / "c"
     end = runner.start(small_contest(config, lr={"": [1e-3]}), folder)
     late = folder / end["results"][0]["folders"][0]
@@ -415,7 +440,7 @@ def test_a_run_that_a_killed_contest_left_writing_is_waited_for(config, tmp_path
     (late / "run.json").write_text(json.dumps({**json.loads(info), "status": "running"}))
     held = lock(late)
 
-    def finish():
+    def finish() -> None:
         (late / "run.json").write_text(info)
         held.release()
 
@@ -424,29 +449,31 @@ def test_a_run_that_a_killed_contest_left_writing_is_waited_for(config, tmp_path
     assert runner.resume(folder)["status"] == "done" and not here
 
 
-def test_a_second_ctrl_c_leaves_no_process_behind(config, tmp_path, monkeypatch):
+def test_a_second_ctrl_c_leaves_no_process_behind(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The wait for a run to save is cut short: it is waited for all the same, and killed if need be."""
     left = []
 
     class Slow:
         returncode, waits = None, 0
 
-        def poll(self):
+        def poll(self) -> int | None:
             return self.returncode
 
-        def terminate(self):
+        def terminate(self) -> None:
             self.waits += 1
 
-        def kill(self):
+        def kill(self) -> None:
             self.returncode = -9
 
-        def wait(self, timeout=None):
+        def wait(self, timeout: float | None = None) -> None:
             if timeout is None and self.returncode is None:
                 raise KeyboardInterrupt
-            if self.returncode is None:
+            if timeout is not None and self.returncode is None:
                 raise subprocess.TimeoutExpired("trial", timeout)
 
-    def spawn(*a):
+    def spawn(*a: Any) -> Any:
         left.append(Slow())
         return left[-1]
 
@@ -458,14 +485,14 @@ def test_a_second_ctrl_c_leaves_no_process_behind(config, tmp_path, monkeypatch)
 
 
 @pytest.mark.heavy
-def test_a_killed_contest_goes_on(config, home, tmp_path):
+def test_a_killed_contest_goes_on(config: RunConfig, home: Path, tmp_path: Path) -> None:
     """In real processes: kill -9 in the middle; what had finished is not repeated, all else is done."""
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({k: v for k, v in runner.to_dict(config).items() if k != "out"}))
     words = [sys.executable, "-m", "foamlab", "compare"]
     flags = ["--optimizers", "foam,adamw", "--lr", "1e-2,1e-3", "--seeds", "0", "--jobs", "2", "--out", "c"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     first = subprocess.Popen([*words, "c.yaml", *flags], cwd=tmp_path, env=env, stdout=subprocess.PIPE)
-    finished = []
+    finished: list[Path] = []
     while not finished:
         time.sleep(0.1)
         assert first.poll() is None
@@ -484,7 +511,7 @@ def test_a_killed_contest_goes_on(config, home, tmp_path):
 # ---------------------------------------------------------------------------------------------- words
 
 
-def test_the_rule_compares_runs_of_one_arm(tmp_path):
+def test_the_rule_compares_runs_of_one_arm(tmp_path: Path) -> None:
     for arm, name, loss in (("a", "x", 2.0), ("a", "y", 2.5), ("b", "z", 1.0)):
         (tmp_path / arm / name).mkdir(parents=True)
         line = json.dumps({"kind": "eval", "step": 4, "loss": loss})
@@ -496,7 +523,7 @@ def test_the_rule_compares_runs_of_one_arm(tmp_path):
     assert not why_stop(tmp_path / "a" / "y", Rule(5, 1.0))
 
 
-def test_a_lost_seed_and_other_betas_are_told(config, tmp_path, here):
+def test_a_lost_seed_and_other_betas_are_told(config: RunConfig, tmp_path: Path, here: list[str]) -> None:
     folder = tmp_path / "c"
     end = runner.start(small_contest(config, names=["foam-paper", "muon"], lr={"": [1e-3]}, stop_factor=0), folder)
     assert any("(0.9, 0.999)" in x.replace("[", "(").replace("]", ")") and "betas" in x for x in end["cautions"])
@@ -507,7 +534,7 @@ def test_a_lost_seed_and_other_betas_are_told(config, tmp_path, here):
     assert any(x.startswith("muon did not finish with seed 1") for x in told["cautions"])
 
 
-def test_standings_of_a_contest_that_has_not_begun(config, tmp_path):
+def test_standings_of_a_contest_that_has_not_begun(config: RunConfig, tmp_path: Path) -> None:
     told = standings(tmp_path, small_contest(config).as_dict())
     assert [row["status"] for row in told["results"]] == ["tuning"] * 2 and not told["verdicts"] and not told["runs"]
 
@@ -524,7 +551,7 @@ def test_standings_of_a_contest_that_has_not_begun(config, tmp_path):
         ('{"format": 1, "studies": ' + "[" * 900 + "]" * 900 + "}", "levels deep"),
     ],
 )
-def test_a_folder_that_is_no_contest(tmp_path, text, message):
+def test_a_folder_that_is_no_contest(tmp_path: Path, text: str | None, message: str) -> None:
     if text:
         (tmp_path / "contest.json").write_text(text)
     with pytest.raises(UserError, match=message) as e:
@@ -532,7 +559,7 @@ def test_a_folder_that_is_no_contest(tmp_path, text, message):
     assert "\n" not in str(e.value) and len(str(e.value)) < 400
 
 
-def kept(config, change=lambda c: None):
+def kept(config: RunConfig, change: Callable[[dict[str, Any]], Any] = lambda c: None) -> dict[str, Any]:
     c = {**small_contest(config).as_dict(), "status": "running", "command": "foamlab compare", "started": "now"}
     c = json.loads(json.dumps(c))
     change(c)
@@ -540,9 +567,9 @@ def kept(config, change=lambda c: None):
 
 
 PATHS = ["../../evil", "/evil", "..", ".", "a/b", "a\\b", "", ".evil", "a\nb", "\x1b[2J", "x" * 300, 5, None, ["a"]]
-HOSTILE = {
-    **{f"label {x!r:.20}": (lambda c, x=x: c["contestants"][0].update(label=x)) for x in PATHS},
-    **{f"optimizer {x!r:.20}": (lambda c, x=x: c["contestants"][0].update(optimizer=x)) for x in PATHS},
+HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
+    **{f"label {x!r:.20}": lambda c, x=x: c["contestants"][0].update(label=x) for x in PATHS},  # type: ignore[misc]
+    **{f"optimizer {x!r:.20}": lambda c, x=x: c["contestants"][0].update(optimizer=x) for x in PATHS},  # type: ignore[misc]
     "key": lambda c: c["contestants"][0]["tune"].update({"../../evil": [1.0, 2.0]}),
     "value": lambda c: c["contestants"][0]["tune"].update(level=["../../evil", "row"]),
     "values of two kinds": lambda c: c["contestants"][0]["tune"].update(level=[2, "row"]),
@@ -566,7 +593,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_contest_is_refused_before_anything_is_made(config, tmp_path, case):
+def test_a_hostile_contest_is_refused_before_anything_is_made(config: RunConfig, tmp_path: Path, case: str) -> None:
     """Whatever of contest.json becomes a folder, a file or a figure: one line, and nothing in or out of the folder."""
     folder = tmp_path / "a" / "b" / "c"
     folder.mkdir(parents=True)
@@ -591,7 +618,9 @@ def test_a_hostile_contest_is_refused_before_anything_is_made(config, tmp_path, 
         (lambda c: c["settings"].pop("model"), "contest.json: these are no settings of a run: they lack model"),
     ],
 )
-def test_a_contest_over_what_there_is_not_is_refused_before_anything_is_made(config, tmp_path, change, message):
+def test_a_contest_over_what_there_is_not_is_refused_before_anything_is_made(
+    config: RunConfig, tmp_path: Path, change: Callable[..., Any], message: str
+) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "contest.json").write_text(json.dumps(kept(config, change)))
     before = small.tree(tmp_path)
@@ -600,7 +629,9 @@ def test_a_contest_over_what_there_is_not_is_refused_before_anything_is_made(con
     assert small.tree(tmp_path) == before
 
 
-def test_a_contest_keeps_its_margin_and_an_old_one_has_the_default(config, tmp_path, here):
+def test_a_contest_keeps_its_margin_and_an_old_one_has_the_default(
+    config: RunConfig, tmp_path: Path, here: list[str]
+) -> None:
     folder = tmp_path / "c"
     wide = runner.start(small_contest(config, lr={"": [1e-3]}, stop_factor=0, margin=50.0), folder)
     assert wide["margin"] == 50 and "50 nat (mean" in wide["verdicts"][0] and "is within 50 nat" in wide["cautions"][1]
@@ -614,14 +645,14 @@ def test_a_contest_keeps_its_margin_and_an_old_one_has_the_default(config, tmp_p
 
 
 @pytest.mark.parametrize("margin", [-1.0, math.nan, math.inf])
-def test_what_is_no_margin(config, margin):
+def test_what_is_no_margin(config: RunConfig, margin: float) -> None:
     with pytest.raises(UserError, match="--margin is a difference of losses in nat, or 0"):
         small_contest(config, margin=margin)
     with pytest.raises(UserError, match="--margin is"):
         design.ablation(config, ["residual"], [0], margin=margin)
 
 
-def test_a_contest_does_not_go_on_with_another_version_s_defaults(config, tmp_path):
+def test_a_contest_does_not_go_on_with_another_version_s_defaults(config: RunConfig, tmp_path: Path) -> None:
     folder = tmp_path / "c"
     made = small_contest(config)
     (folder / "foam-paper" / "lr0.001-scale0.5-seed0").mkdir(parents=True)

@@ -214,7 +214,7 @@ def test_whatever_is_wrong_in_contest_json_is_a_line_or_a_page(tmp_path: Path) -
     folder = make_contest(tmp_path / "a" / "c", ["sgd", "adamw"], (0,), limit=2)
     told = (folder / "contest.json").read_text()
     draw, refused, shown = random.Random(0), 0, 0
-    junk = [None, -1, 1e308, 10**30, "../../evil", [], {}, [5], {"a": 5}, True, [[]]]
+    junk: list[Any] = [None, -1, 1e308, 10**30, "../../evil", [], {}, [5], {"a": 5}, True, [[]]]
     for place in [p for p in places(json.loads(told)) if p[0] not in ("runs", "results", "search") and 1 not in p[:2]]:
         contest = json.loads(told)
         inside = contest

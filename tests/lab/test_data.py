@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from foamlab.config import DataConfig
-from foamlab.data import documents
+from foamlab.data import Split, documents
 from foamlab.data.corpus import Corpus, permuted, prepare
 from foamlab.errors import UserError
 
@@ -40,12 +41,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def corpus(place: Path, seed: int = 0, **changes: object) -> Corpus:
-    settings = {"tokenizer": "bytes", "sequence": 32, "validation": 0.2, "cache": str(place / "cache")}
+def corpus(place: Path, seed: int = 0, **changes: Any) -> Corpus:
+    settings: dict[str, Any] = {"tokenizer": "bytes", "sequence": 32, "validation": 0.2, "cache": str(place / "cache")}
     return prepare(DataConfig(name=f"text:{place / 'texts'}", **{**settings, **changes}), seed)
 
 
-def documents_of(corpus: Corpus, split: str) -> list[str]:
+def documents_of(corpus: Corpus, split: Split) -> list[str]:
     tokens, offsets = corpus.tokens(split), corpus.offsets(split)
     assert offsets[0] == 0 and offsets[-1] == len(tokens)
     assert (tokens[offsets[1:] - 1] == corpus.tokenizer.eos_id).all()
@@ -103,7 +104,7 @@ def test_paper_rows_are_documents_truncated_and_padded(place: Path) -> None:
     mode=st.sampled_from(["packed", "paper"]),
 )
 def test_ranks_together_are_the_single_batch(
-    place: Path, world: int, per_rank: int, step: int, seed: int, split: str, mode: str
+    place: Path, world: int, per_rank: int, step: int, seed: int, split: Split, mode: str
 ) -> None:
     data = corpus(place, seed, mode=mode)
     whole = data.batch(split, step, world * per_rank)
@@ -151,7 +152,7 @@ def test_permuted_looks_random_and_reaches_far() -> None:
     assert len(set(far.tolist())) == 2 and far.min() >= 0 and far.max() < 10**15
 
 
-def limited(place: Path, limit: int, **changes: object) -> list[str]:
+def limited(place: Path, limit: int, **changes: Any) -> list[str]:
     data = corpus(place, limit=limit, **changes)
     read = documents_of(data, "train") + documents_of(data, "validation")
     assert len(read) == min(limit, 200)
@@ -219,7 +220,7 @@ def test_describe_counts(place: Path) -> None:
         ({"tokenizer": "byte"}, "did you mean bytes"),
     ],
 )
-def test_bad_settings_are_told(place: Path, changes: dict[str, object], says: str) -> None:
+def test_bad_settings_are_told(place: Path, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says) as error:
         corpus(place, **changes)
     assert "\n" not in str(error.value)

@@ -9,7 +9,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,7 +108,7 @@ def test_a_cache_of_old_is_kept_only_where_it_cannot_be_made_anew(config: DataCo
     before, about = content(folder), json.loads((folder / "corpus.json").read_text())
     del about["sha256"], about["seal"]
     (folder / "corpus.json").write_text(json.dumps(about))
-    assert cache.read_about(folder, pytest.fail, old=True) == about
+    assert cache.read_about(folder, lambda event: pytest.fail(str(event)), old=True) == about
     assert content(prepare(config, 0).folder) == before
 
 
@@ -160,10 +162,10 @@ def test_a_read_only_cache_still_serves(config: DataConfig) -> None:
 
 def test_what_matters_changes_the_cache_and_nothing_else_does(config: DataConfig, tmp_path: Path) -> None:
     folder = prepare(config, 0).folder
-    same = [{"sequence": 4}, {"mode": "paper"}, {"workers": 1}]
+    same: list[dict[str, Any]] = [{"sequence": 4}, {"mode": "paper"}, {"workers": 1}]
     shutil.copytree(tmp_path / "texts", tmp_path / "moved")
     same.append({"name": f"text:{tmp_path / 'moved'}"})
-    other = [{"tokenizer": "bpe:301"}, {"tokenizer": "bytes"}, {"validation": 0.3}, {"limit": 50}]
+    other: list[dict[str, Any]] = [{"tokenizer": "bpe:301"}, {"tokenizer": "bytes"}, {"validation": 0.3}, {"limit": 50}]
     for change in same:
         assert prepare(DataConfig(**{**vars(config), **change}), 1).folder == folder
     folders = {prepare(DataConfig(**{**vars(config), **change}), 0).folder for change in other}
@@ -211,7 +213,7 @@ def test_the_tokenizer_never_sees_validation_text(config: DataConfig) -> None:
     train = corpus.tokenizer.decode(corpus.tokens("train"))
     real = cache.make
 
-    def spy(spec: str, texts: object, *rest: object) -> object:
+    def spy(spec: str, texts: Iterator[str], *rest: Any) -> Any:
         seen.extend(texts)
         return real(spec, iter(seen), *rest)
 

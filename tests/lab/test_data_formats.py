@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,7 +63,7 @@ def pack(data: bytes, packing: str) -> bytes:
     return data
 
 
-def texts_of(path: Path, column: str = "", rows: Rows | None = None, **options: bool) -> list[str]:
+def texts_of(path: Path, column: str = "", rows: Rows | None = None, **options: Any) -> list[str]:
     return list(read_file(path, rows or Rows(str(path), column, **options)))
 
 
@@ -93,7 +94,10 @@ def test_a_first_row_without_text_does_not_make_the_ids_the_text(
     tmp_path: Path, kind: str, packing: str, column: str
 ) -> None:
     path = tmp_path / f"file{kind}{packing}"
-    records = [{"id": "a1", column: None}, *({"id": f"a{i}", column: f"text {i}"} for i in range(2, 400))]
+    records: list[dict[Any, Any]] = [
+        {"id": "a1", column: None},
+        *({"id": f"a{i}", column: f"text {i}"} for i in range(2, 400)),
+    ]
     path.write_bytes(pack(rows_of(kind, records), packing))
     rows = Rows("file" + kind)
     assert texts_of(path, rows=Rows(str(path))) == [f"text {i}" for i in range(2, 400)]
@@ -432,7 +436,7 @@ def test_version_1_reads_as_it_did(tmp_path: Path) -> None:
     assert prepare(config, 0).tokenizer.decode(prepare(config, 0).tokens("train")) == "textmore"
 
 
-def test_runs_and_caches_below_a_text_folder_are_no_text(tmp_path):
+def test_runs_and_caches_below_a_text_folder_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("The only text there is.")
     yaml, cache = "config.yaml", "train.bin"
     for folder, *names in (("runs/a", "run.json", yaml), ("c", "contest.json", yaml), ("d/x", "corpus.json", cache)):

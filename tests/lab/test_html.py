@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from importlib.resources import files
+from typing import Any
 
 import pytest
 
@@ -12,12 +13,12 @@ from foamlab.report.charts import Bars, Curves, Line, Panels
 
 EVIL = "</script><img src=x onerror=alert(1)>\"'&"
 LINE = Line(0, EVIL, {"steps": [1.0, 2.0]}, [1.0, 2.0])
-CHARTS = [
+CHARTS: list[Any] = [
     Bars("bars", EVIL, EVIL, [EVIL], {EVIL: [1.0]}),
     Curves("lines", EVIL, EVIL, [LINE]),
     Panels("panels", EVIL, [Curves("panel", EVIL, EVIL, [LINE])]),
 ]
-SMALL = {
+SMALL: dict[str, dict[str, Any]] = {
     "plan.html": {"text": EVIL},
     "study.html": {"head": ["", EVIL], "rows": [[EVIL, EVIL, EVIL]], "facts": EVIL},
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ FREE = (
 
 
 @pytest.mark.parametrize("key", knobs.knobs())
-def test_no_value_of_any_setting_is_a_traceback(key, capsys):
+def test_no_value_of_any_setting_is_a_traceback(key: str, capsys: pytest.CaptureFixture[str]) -> None:
     """By flag: a value is taken, and then it is one of the setting's type, or refused in a line with its name."""
     taken = 0
     for text in BAD:
@@ -68,7 +69,7 @@ def test_no_value_of_any_setting_is_a_traceback(key, capsys):
 
 
 @pytest.mark.parametrize("key", knobs.knobs())
-def test_no_type_of_any_setting_is_a_traceback(key):
+def test_no_type_of_any_setting_is_a_traceback(key: str) -> None:
     """From Python and from what a file holds: the same."""
     part, _, name = key.rpartition(".")
     refused = 0
@@ -87,7 +88,7 @@ def test_no_type_of_any_setting_is_a_traceback(key):
 
 
 @pytest.mark.parametrize("key", [key for key in knobs.knobs() if key not in FREE])
-def test_what_is_no_number_is_refused_before_a_run_begins(key, tmp_path):
+def test_what_is_no_number_is_refused_before_a_run_begins(key: str, tmp_path: Path) -> None:
     part, _, name = key.rpartition(".")
     run = replace(RunConfig(), out=str(tmp_path / "run"))
     setattr(getattr(run, part), name, math.nan if name not in ("options", "checkpointing") else [1])
@@ -110,13 +111,13 @@ NAMES = [
 
 
 @pytest.mark.parametrize("key", ["model.name", "data.name", "data.tokenizer", "optimizer.name", "train.device"])
-def test_no_name_is_a_traceback(key, capsys):
+def test_no_name_is_a_traceback(key: str, capsys: pytest.CaptureFixture[str]) -> None:
     for name in NAMES:
         said = told(capsys, "demo", f"--{key}={name}", "--dry_run")
         assert key.split(".")[1].replace("name", "") in said
 
 
-def test_the_largest_of_every_number_dry_runs(capsys):
+def test_the_largest_of_every_number_dry_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """What is within bounds works, or is refused by name: nothing overflows on the way."""
     most = {"data.sequence": 2**24, "train.batch": 2**24, "data.workers": 1024, "train.seed": 2**53, "train.threads": 2}
     words = []
@@ -131,7 +132,9 @@ def test_the_largest_of_every_number_dry_runs(capsys):
     assert "nothing was trained" in capsys.readouterr().out
 
 
-def test_files_that_are_no_settings_are_one_line(tmp_path, monkeypatch, capsys):
+def test_files_that_are_no_settings_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     bomb = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         f"{chr(98 + k)}: &{chr(98 + k)} [{', '.join(['*' + chr(97 + k)] * 9)}]\n" for k in range(12)
@@ -201,7 +204,9 @@ HINTED = {  # what is not, and what is offered instead
 
 
 @pytest.mark.parametrize("words", MEANT)
-def test_names_and_values_of_other_programs_are_understood(words, capsys, tmp_path):
+def test_names_and_values_of_other_programs_are_understood(
+    words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     part, key, value = MEANT[words]
     assert settings(capsys, *words.split())[part][key] == value
     name, text = [*words.removeprefix("--").split(), "true"][:2]
@@ -210,11 +215,11 @@ def test_names_and_values_of_other_programs_are_understood(words, capsys, tmp_pa
 
 
 @pytest.mark.parametrize("words", HINTED)
-def test_wrong_names_and_values_get_the_right_help(words, capsys):
+def test_wrong_names_and_values_get_the_right_help(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert HINTED[words] in told(capsys, *words.split())
 
 
-def test_a_word_wrong_by_a_letter_is_offered_right(capsys):
+def test_a_word_wrong_by_a_letter_is_offered_right(capsys: pytest.CaptureFixture[str]) -> None:
     """All settings, each with two letters swapped."""
     for key in knobs.knobs():
         part, _, last = key.rpartition(".")
@@ -224,13 +229,13 @@ def test_a_word_wrong_by_a_letter_is_offered_right(capsys):
                 assert f"did you mean --{key}?" in told(capsys, f"--{bad}=1"), bad
 
 
-def test_other_options_are_kept_apart_from_flags_of_a_command(capsys):
+def test_other_options_are_kept_apart_from_flags_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     """`compare` has a --lr of its own: a grid."""
     assert main(["compare", "demo", "--lr", "1e-3,3e-3", "--optimizers", "adamw", "--out", "x"]) == 2
     assert "--optimizers takes at least two names" in capsys.readouterr().err
 
 
-def test_the_help_names_all_options_of_foam(capsys):
+def test_the_help_names_all_options_of_foam(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(FOAM_OPTIONS) == set(optimizers.options("foam"))
     assert main(["train", "--help"]) == 0
     shown = capsys.readouterr().out
@@ -245,25 +250,26 @@ SWITCHES = {"foam": "maximize", "adamw": "amsgrad", "sgd": "nesterov", "muon": "
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_a_switch_is_true_or_false_however_it_is_written(name, capsys):
+def test_a_switch_is_true_or_false_however_it_is_written(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     key = SWITCHES[name]
     for word, value in {"no": False, "false": False, "'false'": False, "0": False, "off": False, "yes": True, "1": True,
                         "True": True}.items():  # fmt: skip
         got = settings(capsys, "--optimizer.name", name, f"--optimizer.options.{key}", word)["optimizer"]
         assert optimizers.resolve(OptimizerConfig(name, options=got["options"])).options[key] is value
+    wrong: Any
     for wrong in ("maybe", 2, 0.0, None, [True], {}):
         with pytest.raises(UserError, match=rf"optimizer\.options\.{key} "):
             optimizers.resolve(OptimizerConfig(name, options={key: wrong}))
 
 
-def test_a_number_of_an_option_is_a_number():
+def test_a_number_of_an_option_is_a_number() -> None:
     assert optimizers.resolve(OptimizerConfig("muon", options={"momentum": "0.9"})).options["momentum"] == 0.9
     for wrong in ("fast", [0.9], True):
         with pytest.raises(UserError, match=r"optimizer\.options\.momentum must be a number"):
             optimizers.resolve(OptimizerConfig("muon", options={"momentum": wrong}))
 
 
-def test_settings_go_through_json_and_back(tmp_path):
+def test_settings_go_through_json_and_back(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     run = small.config(tmp_path, tmp_path / "run", lr=1e-3)
     run.optimizer.options = {"level": "row", "overrides": {"*q*": {"level": 0}}, "backend": None}
@@ -273,7 +279,7 @@ def test_settings_go_through_json_and_back(tmp_path):
     assert run == knobs.checked(run)
 
 
-def test_what_each_setting_is_to_a_run():
+def test_what_each_setting_is_to_a_run() -> None:
     """Written out: a setting whose role is forgotten or changed is seen here."""
     data = ("name", "tokenizer", "sequence", "mode", "validation", "limit", "column", "version")
     fixed = ("model.name", *(f"data.{key}" for key in data), "optimizer.name", "optimizer.options", "train.precision")
@@ -295,7 +301,7 @@ def test_what_each_setting_is_to_a_run():
     }  # fmt: skip
 
 
-def test_forms_of_settings():
+def test_forms_of_settings() -> None:
     tree = {"optimizer": {"options": {"level": 2, "overrides": {}}, "lr": 1}, "out": ""}
     assert config.flat(tree, 2) == {
         "optimizer.options": {"level": 2, "overrides": {}}, "optimizer.lr": 1, "out": ""

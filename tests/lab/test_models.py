@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,11 +32,11 @@ SIZES = {"gpt2": 124e6, "gpt2-medium": 355e6, "gpt2-large": 774e6, "gpt2-xl": 15
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def planned(request):
+def planned(request: pytest.FixtureRequest) -> tuple[str, Any]:
     return request.param, build(ModelConfig(request.param), device="meta")
 
 
-def test_parameters_are_what_the_table_and_the_name_say(planned):
+def test_parameters_are_what_the_table_and_the_name_say(planned: tuple[str, Any]) -> None:
     name, model = planned
     count = sum(p.numel() for p in model.parameters())
     assert count == MODELS[name].parameters
@@ -45,7 +47,7 @@ def test_parameters_are_what_the_table_and_the_name_say(planned):
     assert abs(count / size - 1) < 0.15, f"{count:,} parameters"
 
 
-def test_routing_folds_all_but_embeddings_head_and_vectors(planned):
+def test_routing_folds_all_but_embeddings_head_and_vectors(planned: tuple[str, Any]) -> None:
     _, model = planned
     groups = {g["name"]: g["params"] for g in param_groups(model)}
     tables = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
@@ -56,7 +58,7 @@ def test_routing_folds_all_but_embeddings_head_and_vectors(planned):
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_the_papers_shapes(name):
+def test_the_papers_shapes(name: str) -> None:
     config = MODELS[name].config(32_000, 256)
     shape = (config.hidden_size, config.intermediate_size, config.num_attention_heads, config.num_hidden_layers)
     assert shape == PAPER[name]
@@ -64,12 +66,13 @@ def test_the_papers_shapes(name):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_small_model_learns_from_its_seed_alone(name):
+def test_a_small_model_learns_from_its_seed_alone(name: str) -> None:
     before = torch.random.get_rng_state()
-    model = build(ModelConfig(name), 64, 16, seed=3)
+    model: Any = build(ModelConfig(name), 64, 16, seed=3)
     exact(torch.random.get_rng_state(), before, "the global random state")
     torch.manual_seed(99)
-    again, other = build(ModelConfig(name), 64, 16, seed=3), build(ModelConfig(name), 64, 16, seed=4)
+    again: Any = build(ModelConfig(name), 64, 16, seed=3)
+    other: Any = build(ModelConfig(name), 64, 16, seed=4)
     half = build(ModelConfig(name), 64, 16, dtype=torch.bfloat16, seed=3)
     for (key, p), q, h in zip(model.named_parameters(), again.parameters(), half.parameters()):
         exact(p, q, key)
@@ -84,7 +87,7 @@ def test_a_small_model_learns_from_its_seed_alone(name):
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_recomputed_activations_give_the_same_gradients():
+def test_recomputed_activations_give_the_same_gradients() -> None:
     ids = torch.arange(32).view(2, 16)
     grads = []
     for checkpointing in (False, True):
@@ -96,7 +99,7 @@ def test_recomputed_activations_give_the_same_gradients():
         exact(a, b)
 
 
-def test_every_family_has_a_preset():
+def test_every_family_has_a_preset() -> None:
     assert {preset.family for preset in MODELS.values()} == set(FAMILIES)
 
 
@@ -104,14 +107,16 @@ def test_every_family_has_a_preset():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    build(ModelConfig("gpt2-10m"), 64, 16, seed=5).save_pretrained(path)
+    model: Any = build(ModelConfig("gpt2-10m"), 64, 16, seed=5)
+    model.save_pretrained(path)
     return path
 
 
-def test_a_folder_gives_its_weights(folder):
-    model, loaded = build(ModelConfig("gpt2-10m"), 64, 16, seed=5), build(ModelConfig(str(folder)), 64, 16)
+def test_a_folder_gives_its_weights(folder: Path) -> None:
+    model = build(ModelConfig("gpt2-10m"), 64, 16, seed=5)
+    loaded: Any = build(ModelConfig(str(folder)), 64, 16)
     for (key, p), q in zip(model.named_parameters(), loaded.named_parameters()):
         assert key == q[0]
         exact(p, q[1], key)
@@ -120,7 +125,7 @@ def test_a_folder_gives_its_weights(folder):
     assert [p.shape for p in planned.parameters()] == [p.shape for p in model.parameters()]
 
 
-def test_folders_that_do_not_fit(folder, tmp_path):
+def test_folders_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has 16 positions: data\.sequence must be at most that, got 32"):
         build(ModelConfig(str(folder)), 64, 32)
     with pytest.raises(UserError, match="65 tokens"):
@@ -129,14 +134,14 @@ def test_folders_that_do_not_fit(folder, tmp_path):
         build(ModelConfig(str(tmp_path)), 64, 16)
 
 
-def test_pickled_weights_are_refused(folder, tmp_path):
+def test_pickled_weights_are_refused(folder: Path, tmp_path: Path) -> None:
     shutil.copy(folder / "config.json", tmp_path)
     torch.save(build(ModelConfig("gpt2-10m"), 64, 16).state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="cannot load the model"):
         build(ModelConfig(str(tmp_path)), 64, 16)
 
 
-def test_a_truncated_safetensors_file(folder, tmp_path):
+def test_a_truncated_safetensors_file(folder: Path, tmp_path: Path) -> None:
     shutil.copy(folder / "config.json", tmp_path)
     whole = (folder / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
@@ -144,6 +149,6 @@ def test_a_truncated_safetensors_file(folder, tmp_path):
         build(ModelConfig(str(tmp_path)), 64, 16)
 
 
-def test_an_unknown_name_offers_the_nearest():
+def test_an_unknown_name_offers_the_nearest() -> None:
     with pytest.raises(UserError, match=r"'llama-60': did you mean llama-60m\?"):
         build(ModelConfig("llama-60"))

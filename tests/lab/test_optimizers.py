@@ -7,10 +7,12 @@ import logging
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from foamlab.config import ModelConfig, OptimizerConfig
 from foamlab.contest.studies import STUDIES
@@ -33,7 +35,7 @@ NO_COPY = {"adamw8bit", "flash-adamw", "adam-mini", "galore"}
 NO_META = {"adafactor"}
 
 
-def make(name, model, **settings):
+def make(name: str, model: nn.Module, **settings: Any) -> Any:
     return build(OptimizerConfig(name, options=NEEDS.get(name, {}), **settings), model)
 
 
@@ -43,7 +45,7 @@ class Toy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(13, 7)
-        self.body = nn.ModuleList([nn.Linear(7, 9), nn.Linear(9, 7)])
+        self.body: Any = nn.ModuleList([nn.Linear(7, 9), nn.Linear(9, 7)])
         self.norm = nn.LayerNorm(7)
         self.gain = nn.Parameter(torch.tensor(1.0))
         self.dead = nn.Linear(7, 5)
@@ -51,18 +53,18 @@ class Toy(nn.Module):
         self.lm_head = nn.Linear(7, 13, bias=False)
         self.lm_head.weight = self.embedding.weight
 
-    def forward(self, ids):
+    def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
         return self.lm_head(self.norm(x + self.body[1](self.body[0](x).tanh())) * self.gain)
 
 
-def toy(device="cpu"):
+def toy(device: str = "cpu") -> Toy:
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(0)
         return Toy()
 
 
-def learn(model, opt, steps, first=0):
+def learn(model: nn.Module, opt: Any, steps: int, first: int = 0) -> list[float]:
     losses = []
     for step in range(first, first + steps):
         ids = torch.randint(0, 13, (4, 6), generator=torch.Generator().manual_seed(step % 2))
@@ -75,7 +77,7 @@ def learn(model, opt, steps, first=0):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_trainable_parameter_is_in_one_group(name):
+def test_each_trainable_parameter_is_in_one_group(name: str) -> None:
     model = toy()
     opt = make(name, model)
     held = [p for g in opt.param_groups for p in g["params"]]
@@ -85,7 +87,7 @@ def test_each_trainable_parameter_is_in_one_group(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_learns_with_its_own_defaults(name):
+def test_it_learns_with_its_own_defaults(name: str) -> None:
     model = toy()
     losses = learn(model, make(name, model), 60)
     share = 0.99 if name == "lora" else 0.95  # adapters of random weights move slowly
@@ -93,7 +95,7 @@ def test_it_learns_with_its_own_defaults(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_matrices_step_at_scale_times_lr(name):
+def test_matrices_step_at_scale_times_lr(name: str) -> None:
     """Without noise from anything else: the first move of a matrix doubles with scale, the rest stays."""
     moved = []
     for scale in (0.5, 1.0):
@@ -110,7 +112,7 @@ def test_matrices_step_at_scale_times_lr(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_schedule_reaches_every_part(name):
+def test_a_schedule_reaches_every_part(name: str) -> None:
     model = toy()
     opt = make(name, model, weight_decay=0.1)
     learn(model, opt, 2)
@@ -123,7 +125,7 @@ def test_a_schedule_reaches_every_part(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_save_and_load_go_on_bit_for_bit(name, tmp_path):
+def test_save_and_load_go_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     model = toy()
     opt = make(name, model)
     learn(model, opt, 3)
@@ -143,7 +145,7 @@ def test_save_and_load_go_on_bit_for_bit(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_copy_steps_alone(name):
+def test_a_copy_steps_alone(name: str) -> None:
     model = toy()
     opt = make(name, model)
     learn(model, opt, 2)
@@ -156,7 +158,7 @@ def test_a_copy_steps_alone(name):
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in NO_META])
-def test_bytes_on_meta_are_the_bytes_allocated(name):
+def test_bytes_on_meta_are_the_bytes_allocated(name: str) -> None:
     sizes = []
     for device in ("cpu", "meta"):
         model = toy(device)
@@ -169,7 +171,7 @@ def test_bytes_on_meta_are_the_bytes_allocated(name):
     assert sizes[0] == sizes[1] > 0
 
 
-def storages(x, found):
+def storages(x: Any, found: dict[int, int]) -> dict[int, int]:
     """Address -> bytes of the storage of every tensor in a nest, objects included."""
     if isinstance(x, torch.Tensor):
         found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
@@ -181,7 +183,7 @@ def storages(x, found):
     return found
 
 
-def train_on(model, opt, steps):
+def train_on(model: Any, opt: Any, steps: int) -> list[float]:
     losses = []
     ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(3))
     for _ in range(steps):
@@ -194,7 +196,7 @@ def train_on(model, opt, steps):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_contract_on_a_llama(name):
+def test_contract_on_a_llama(name: str) -> None:
     """It learns one batch, its state is counted to the byte, and it goes on after a save."""
     models = [build_model(ModelConfig("llama-1m"), 64, 16, seed=1) for _ in range(2)]
     opts = [make(name, model) for model in models]
@@ -208,7 +210,7 @@ def test_contract_on_a_llama(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_contest_tries(name):
+def test_what_a_contest_tries(name: str) -> None:
     entry, full = OPTIMIZERS[name], resolve(OptimizerConfig(name))
     assert next(iter(entry.tune)) == "lr"
     for key, values in entry.tune.items():
@@ -219,7 +221,7 @@ def test_what_a_contest_tries(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_defaults_and_options(name):
+def test_defaults_and_options(name: str) -> None:
     entry, full = OPTIMIZERS[name], resolve(OptimizerConfig(name))
     assert (full.lr, full.betas, full.scale) == (entry.lr, entry.betas, entry.scale)
     assert entry.help and entry.source
@@ -245,12 +247,12 @@ def test_defaults_and_options(name):
         (OptimizerConfig("muon", options={"adjust_lr_fn": "none"}), "optimizer muon: "),
     ],
 )
-def test_errors_are_one_line_for_the_user(config, message):
+def test_errors_are_one_line_for_the_user(config: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         build(config, toy())
 
 
-def test_options_reach_the_optimizer():
+def test_options_reach_the_optimizer() -> None:
     opt = build(OptimizerConfig("foam", options={"level": 3, "overrides": {"body.1.*": {"level": "row"}}}), toy())
     assert {g["name"]: g["level"] for g in opt.param_groups}["folded"] == 3
     assert "row" in {g["level"] for g in opt.param_groups}
@@ -261,7 +263,7 @@ def test_options_reach_the_optimizer():
     assert build(OptimizerConfig("foam-row"), toy()).param_groups[0]["level"] == "row"
 
 
-def test_adamw_split_at_scale_one_is_adamw():
+def test_adamw_split_at_scale_one_is_adamw() -> None:
     a, b = toy(), toy()
     learn(a, build(OptimizerConfig("adamw", lr=1e-2, betas=(0.9, 0.95)), a), 5)
     learn(b, build(OptimizerConfig("adamw-split", lr=1e-2, scale=1.0), b), 5)
@@ -269,7 +271,7 @@ def test_adamw_split_at_scale_one_is_adamw():
         exact(p, q)
 
 
-def test_muon_is_torchs_muon_beside_torchs_adamw():
+def test_muon_is_torchs_muon_beside_torchs_adamw() -> None:
     a, b = toy(), toy()
     learn(a, build(OptimizerConfig("muon", lr=1e-2, scale=0.5), a), 5)
     matrices = [b.body[0].weight, b.body[1].weight, b.dead.weight]
@@ -281,7 +283,7 @@ def test_muon_is_torchs_muon_beside_torchs_adamw():
             torch.optim.AdamW(rest, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
         )
 
-        def __getattr__(self, name):
+        def __getattr__(self, name: str) -> Any:
             return lambda: [getattr(part, name)() for part in self.parts]
 
     learn(b, Both(), 5)
@@ -289,7 +291,7 @@ def test_muon_is_torchs_muon_beside_torchs_adamw():
         exact(p, q)
 
 
-def test_initial_weights_do_not_depend_on_the_optimizer():
+def test_initial_weights_do_not_depend_on_the_optimizer() -> None:
     plain = dict(build_model(ModelConfig("llama-1m"), 64, 16, seed=1).named_parameters())
     for name in NAMES:
         model = build_model(ModelConfig("llama-1m"), 64, 16, seed=1)
@@ -300,11 +302,11 @@ def test_initial_weights_do_not_depend_on_the_optimizer():
             exact(p, plain[key], key)
 
 
-def test_hidden_tensors_are_counted_once():
+def test_hidden_tensors_are_counted_once() -> None:
     """GaLore and its kind keep projections inside plain objects."""
 
     class Projector:
-        def __init__(self):
+        def __init__(self) -> None:
             self.matrix, self.rank = torch.zeros(3, 5), 3
 
     p, shared = nn.Parameter(torch.zeros(2)), torch.zeros(4)
@@ -313,7 +315,7 @@ def test_hidden_tensors_are_counted_once():
     assert state_bytes(opt) == 60 + 16 + 8
 
 
-def test_a_package_that_is_missing_is_told(monkeypatch):
+def test_a_package_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
     with pytest.raises(UserError, match=r"pip install 'torchfoam\[rivals\]'"):
         build(OptimizerConfig("galore"), toy())
@@ -322,7 +324,7 @@ def test_a_package_that_is_missing_is_told(monkeypatch):
         make("lora", toy())
 
 
-def test_lora_is_for_trained_models_and_trains_adapters_alone():
+def test_lora_is_for_trained_models_and_trains_adapters_alone() -> None:
     with pytest.raises(UserError, match=r"lora adapts a trained model.*--model\.name"):
         build(OptimizerConfig("lora"), toy())
     model = toy()
@@ -330,10 +332,10 @@ def test_lora_is_for_trained_models_and_trains_adapters_alone():
     assert {n.split(".")[-3] for n, p in model.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
 
 
-def test_embeddings_keep_wide_state_in_8_bit_adam():
+def test_embeddings_keep_wide_state_in_8_bit_adam() -> None:
     sizes = {}
     for bits in (8, 32):
-        model = build_model(ModelConfig("llama-1m"), 64, 16, seed=1)
+        model: Any = build_model(ModelConfig("llama-1m"), 64, 16, seed=1)
         opt = build(OptimizerConfig("adamw8bit", options={"embedding_bits": bits}), model)
         train_on(model, opt, 1)
         sizes[bits] = state_bytes(opt, {"params": [model.get_input_embeddings().weight]})
@@ -341,7 +343,7 @@ def test_embeddings_keep_wide_state_in_8_bit_adam():
     assert sizes[32] == pytest.approx(8 * n, rel=0.01) and 2 * n < sizes[8] < 2.6 * n
 
 
-def test_apollo_scales_the_whole_gradient():
+def test_apollo_scales_the_whole_gradient() -> None:
     """Its update is the gradient with one factor a column (row, where it is tall), so of full rank; rank 1 has one."""
     g = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
     for shape, scaling, dim in (("wide", "channel", 0), ("tall", "channel", 1), ("wide", "tensor", (0, 1))):
@@ -351,7 +353,7 @@ def test_apollo_scales_the_whole_gradient():
         p.grad = grad
         opt.step()
         factor = -p.detach() / grad
-        low, high = torch.aminmax(factor.flatten()) if dim == (0, 1) else torch.aminmax(factor, dim=dim)
+        low, high = factor.amin(dim), factor.amax(dim)
         assert torch.allclose(low, high, rtol=1e-5) and bool((low > 0).all())
         # the first update of Adam is a sign: |q_j| / |Q_j| = sqrt(r) / |Q_j|
         Q = projection(2, 6, g, 0) @ g
@@ -359,7 +361,7 @@ def test_apollo_scales_the_whole_gradient():
         assert torch.allclose(low, 0.5 * size, rtol=1e-4)
 
 
-def test_apollo_limits_the_growth_of_its_updates():
+def test_apollo_limits_the_growth_of_its_updates() -> None:
     p = nn.Parameter(torch.zeros(4, 8))
     opt = Apollo([p], lr=1.0, rank=4, betas=(0.0, 0.999))
     moves = []
@@ -372,7 +374,7 @@ def test_apollo_limits_the_growth_of_its_updates():
 
 
 @pytest.mark.parametrize("options", [{}, {"level": "row", "residual": 0.5}])
-def test_the_ablation_optimizer_is_foam_at_its_defaults(options):
+def test_the_ablation_optimizer_is_foam_at_its_defaults(options: dict[str, Any]) -> None:
     a, b = toy(), toy()
     learn(a, build(OptimizerConfig("foam-paper", options={**options, "backend": "eager"}), a), 5)
     learn(b, build(OptimizerConfig("foam-ablation", options=options), b), 5)
@@ -380,7 +382,7 @@ def test_the_ablation_optimizer_is_foam_at_its_defaults(options):
         assert torch.allclose(p, q, rtol=1e-5, atol=1e-6), key
 
 
-def test_folding_columns_is_folding_the_turned_matrix():
+def test_folding_columns_is_folding_the_turned_matrix() -> None:
     g = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     p, q = nn.Parameter(torch.zeros(4, 6)), nn.Parameter(torch.zeros(6, 4))
     a = FoldAblation([p], level=1, direction="columns")
@@ -393,7 +395,7 @@ def test_folding_columns_is_folding_the_turned_matrix():
     assert a.state[p]["m"].shape == (6, 2)
 
 
-def test_studies_name_optimizers_and_options_that_exist():
+def test_studies_name_optimizers_and_options_that_exist() -> None:
     for about, cases in STUDIES.values():
         assert about and len({c.value for c in cases}) == len(cases) >= 2
         assert (
@@ -411,10 +413,10 @@ def test_studies_name_optimizers_and_options_that_exist():
 
 @pytest.mark.skipif("adam-mini" not in NAMES, reason="needs adam_mini")
 @pytest.mark.parametrize("heads, kv", [(4, 2), (3, 1)])
-def test_adam_mini_has_a_second_moment_a_head_whatever_the_heads_width(heads, kv):
+def test_adam_mini_has_a_second_moment_a_head_whatever_the_heads_width(heads: int, kv: int) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    shape = {"vocab_size": 13, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1}
+    shape: dict[str, Any] = {"vocab_size": 13, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1}
     model = Qwen3ForCausalLM(
         Qwen3Config(num_attention_heads=heads, num_key_value_heads=kv, head_dim=16, max_position_embeddings=8, **shape)
     )
@@ -426,7 +428,7 @@ def test_adam_mini_has_a_second_moment_a_head_whatever_the_heads_width(heads, kv
     assert [len(opt.state[m.weight]["vmean"]) for m in (attention.q_proj, attention.k_proj)] == [heads, kv]
 
 
-def test_one_line_of_bitsandbytes_is_passed_over_and_no_other(caplog):
+def test_one_line_of_bitsandbytes_is_passed_over_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
     from foamlab.optimizers.entry import hushed
 
     log = logging.getLogger("bitsandbytes.backends.cpu.ops")
@@ -439,7 +441,7 @@ def test_one_line_of_bitsandbytes_is_passed_over_and_no_other(caplog):
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", ["adamw8bit", "lora"])
-def test_a_rival_is_built_without_a_word(name):
+def test_a_rival_is_built_without_a_word(name: str) -> None:
     for package in ("bitsandbytes", "peft"):
         pytest.importorskip(package)
     code = (
@@ -451,7 +453,7 @@ def test_a_rival_is_built_without_a_word(name):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_a_part_that_refuses_leaves_all_parts_as_they_were():
+def test_a_part_that_refuses_leaves_all_parts_as_they_were() -> None:
     model, other = toy(), toy()
     opt, again = (build(OptimizerConfig("muon"), m) for m in (model, other))
     learn(model, opt, 2)

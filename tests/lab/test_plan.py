@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import small
@@ -29,14 +32,21 @@ GB = 10**9
 
 
 @pytest.fixture(autouse=True)
-def few_threads():
+def few_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
-def run(model="llama-1m", optimizer="foam", sequence=64, checkpointing=False, options=None, **train):
+def run(
+    model: str = "llama-1m",
+    optimizer: str = "foam",
+    sequence: int = 64,
+    checkpointing: bool = False,
+    options: dict[str, Any] | None = None,
+    **train: Any,
+) -> RunConfig:
     return RunConfig(
         model=ModelConfig(model, checkpointing),
         data=DataConfig(sequence=sequence),
@@ -45,7 +55,7 @@ def run(model="llama-1m", optimizer="foam", sequence=64, checkpointing=False, op
     )
 
 
-def held(config, within=0.05):
+def held(config: RunConfig, within: float = 0.05) -> plan_check.Check:
     """Two real steps: bytes exact, total within 5 %; the tests' own bound is what is reached, with some room."""
     found = check(config)
     assert found.exact, (found.predicted, found.measured)
@@ -58,7 +68,7 @@ def held(config, within=0.05):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("optimizer", ["foam", "adamw", "muon"])
-def test_real_steps(optimizer, checkpointing):
+def test_real_steps(optimizer: str, checkpointing: bool) -> None:
     held(run(optimizer=optimizer, checkpointing=checkpointing), within=0.01)
 
 
@@ -77,7 +87,7 @@ def test_real_steps(optimizer, checkpointing):
     ],
     ids=["accumulation", "bfloat16", "mixed", "release", "release-int8", "chunks", "int8", "mini", "muon"],
 )
-def test_real_steps_with_every_switch(config):
+def test_real_steps_with_every_switch(config: Any) -> None:
     held(config, within=0.03)
 
 
@@ -91,7 +101,7 @@ def test_real_steps_with_every_switch(config):
     ],
     ids=["plain", "micro-batches", "release", "adamw-bfloat16"],
 )
-def test_a_plan_is_what_a_training_run_takes(kind, checkpointing, tmp_path):
+def test_a_plan_is_what_a_training_run_takes(kind: dict[str, Any], checkpointing: bool, tmp_path: Path) -> None:
     """`train` itself, with every allocation of torch's counted in its second step."""
     small.prepare(tmp_path)
     config = small.config(tmp_path, tmp_path / "run", **{"optimizer": "foam", **kind, "sequence": 64})
@@ -102,7 +112,7 @@ def test_a_plan_is_what_a_training_run_takes(kind, checkpointing, tmp_path):
     counted, second = ExitStack(), torch.profiler.record_function(plan_check.SECOND)
     told = {}
 
-    def watch(event):
+    def watch(event: dict[str, Any]) -> None:
         if event["kind"] == "start":  # weights are there, and FOAM's state
             told["before"] = event["bytes"]["weights"] + event["bytes"]["state"]
             told["peak"] = counted.enter_context(plan_check.allocations("cpu"))
@@ -117,7 +127,7 @@ def test_a_plan_is_what_a_training_run_takes(kind, checkpointing, tmp_path):
     assert plan.total == pytest.approx(told["before"] + told["peak"](), rel=0.01)
 
 
-def test_planners_of_one_settled_run_do_not_disturb_each_other():
+def test_planners_of_one_settled_run_do_not_disturb_each_other() -> None:
     planned = settled_for(run(batch=4), "refuse")
     total = Planner.of(planned, 0).plan(planned.config).total
     other = Planner.of(planned, 0).plan(replace(planned.config, model=ModelConfig("llama-1m", checkpointing=True)))
@@ -137,7 +147,7 @@ OTHERS = {  # attention of a family's own, products of experts, values of anothe
 
 
 @pytest.mark.parametrize("family, precision", [("Mixtral", "float32"), *((family, "mixed") for family in OTHERS)])
-def test_real_steps_of_other_families(family, precision, monkeypatch):
+def test_real_steps_of_other_families(family: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(models.FAMILIES, family, (f"{family}Config", {}))
     monkeypatch.setitem(models.MODELS, family, models.Preset("", family, 300, 0, OTHERS[family]))
     held(run(family, batch=4, precision=precision), within=0.001)
@@ -147,12 +157,12 @@ def test_real_steps_of_other_families(family, precision, monkeypatch):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("optimizer", ["foam", "adamw", "muon"])
 @pytest.mark.parametrize("model", ["llama-10m", "llama-60m", "gpt2-10m", "gpt2", "qwen-10m"])
-def test_real_steps_of_larger_models(model, optimizer, checkpointing):
+def test_real_steps_of_larger_models(model: str, optimizer: str, checkpointing: bool) -> None:
     held(run(model, optimizer, 128, checkpointing))
 
 
 @pytest.mark.parametrize("name", sorted(optimizers.OPTIMIZERS))
-def test_state_is_exact_for_every_optimizer(name):
+def test_state_is_exact_for_every_optimizer(name: str) -> None:
     options = {"from_scratch": True, "rank": 2} if name == "lora" else {}
     config = run(optimizer=name, options=options)
     planned = foamlab.plan(config)
@@ -170,7 +180,7 @@ def test_state_is_exact_for_every_optimizer(name):
     "model, checkpointing, mixed, accumulate",
     [("llama-10m", False, False, True), ("gpt2-10m", True, True, False), ("qwen-10m", True, False, True)],
 )
-def test_three_blocks_stand_for_all(model, checkpointing, mixed, accumulate):
+def test_three_blocks_stand_for_all(model: str, checkpointing: bool, mixed: bool, accumulate: bool) -> None:
     net = models.build(ModelConfig(model, checkpointing), device="meta", sequence=64)
     few, all_of_them = (
         simulate.passes(net, loss_fn, 2, 64, mixed=mixed, accumulate=accumulate, whole=whole) for whole in (False, True)
@@ -178,7 +188,7 @@ def test_three_blocks_stand_for_all(model, checkpointing, mixed, accumulate):
     assert few.bytes == all_of_them.bytes
 
 
-def test_kinds_of_bytes():
+def test_kinds_of_bytes() -> None:
     plan = foamlab.plan(run(batch=8))
     logits = 8 * 64 * 4096 * 4
     assert plan.peak["logits"] in (2 * logits, 3 * logits)  # log-probabilities and what is made of them
@@ -188,7 +198,7 @@ def test_kinds_of_bytes():
     assert foamlab.plan(run(batch=8), device="cpu").peak.keys() == plan.peak.keys() - {"slack", "context"}
 
 
-def test_many_gpus_share_the_batch_and_keep_buckets():
+def test_many_gpus_share_the_batch_and_keep_buckets() -> None:
     one, two = foamlab.plan(run(batch=8)), foamlab.plan(run(batch=8), gpus=2)
     assert two.peak["buckets"] == two.exact["gradients"] and two.config.train.micro_batch == 4
     assert two.peak["logits"] == one.peak["logits"] / 2
@@ -205,7 +215,7 @@ def test_many_gpus_share_the_batch_and_keep_buckets():
         ("llama-7b", (40.4, 27.4, 22.9, 21.0, 14.5)),
     ],
 )
-def test_the_papers_memory_chart(model, paper):
+def test_the_papers_memory_chart(model: str, paper: tuple[float, ...]) -> None:
     config = run(model)
     sizes = advise.chart(Planner(config), config)
     assert list(sizes) == ["Adam", "Muon", "GaLore, APOLLO", "FOAM level 2", "FOAM row"]
@@ -216,16 +226,16 @@ def test_the_papers_memory_chart(model, paper):
 # ---------------------------------------------------------------------------------------------- what fits
 
 
-def smallest(config, card, **more):
+def smallest(config: RunConfig, card: int | str, **more: Any) -> Any:
     """(flags of the smallest change that fits or None, why nothing does)."""
     planner = Planner(config, card=card, **more)
     asked = planner.plan(config)
     found, why = advise.smallest_change(planner, asked)
-    assert found is None or found.total <= planner.capacity
+    assert found is None or found.total <= (planner.capacity or 0)
     return (advise.flags(asked.config, found.config) if found else None), why
 
 
-def test_the_smallest_change_that_fits():
+def test_the_smallest_change_that_fits() -> None:
     config = run(batch=16, sequence=128)
     need = foamlab.plan(config).total
     assert smallest(config, need)[0] == []
@@ -235,7 +245,7 @@ def test_the_smallest_change_that_fits():
     assert not any("level" in flag for flag in flags)
 
 
-def test_order_of_sacrifices():
+def test_order_of_sacrifices() -> None:
     found = list(advise.variants(run(batch=16, sequence=128)))
     changes = [advise.flags(found[0], c) for c in found]
     assert changes[0] == []
@@ -247,11 +257,11 @@ def test_order_of_sacrifices():
     assert all(not c.train.release or (c.train.clip == 0 and c.train.clip_each) for c in found)
 
 
-def test_most_rows_and_longest_sequence_fill_the_card():
+def test_most_rows_and_longest_sequence_fill_the_card() -> None:
     config, card = run(batch=4, sequence=128, micro_batch=1), 700 * 10**6
     planner = Planner(config, card=card)
 
-    def total(rows, sequence):
+    def total(rows: int, sequence: int) -> int:
         c = replace(config, data=replace(config.data, sequence=sequence))
         return planner.plan(replace(c, train=replace(c.train, batch=max(4, 2 * rows), micro_batch=rows))).total
 
@@ -260,13 +270,13 @@ def test_most_rows_and_longest_sequence_fill_the_card():
     assert total(1, sequence) <= card < total(1, sequence + 64)
 
 
-def test_largest():
+def test_largest() -> None:
     for need, capacity, best in ((lambda n: 10 * n, 95, 9), (lambda n: n * n, 50, 7), (lambda n: 5, 5, 100)):
         assert advise.largest(need, capacity, 100) == best
     assert advise.largest(lambda n: 10, 5, 100) == 0
 
 
-def test_impossible_budgets_say_why():
+def test_impossible_budgets_say_why() -> None:
     assert smallest(run("llama-7b"), "10GB") == (None, "nothing fits 10GB: the weights alone need 13.5 GB")
     # gradients cannot be released where several processes share the batch
     both = smallest(run("llama-7b", "adamw", batch=2), "20GB", gpus=2)
@@ -274,7 +284,7 @@ def test_impossible_budgets_say_why():
 
 
 @pytest.fixture
-def four_processes():
+def four_processes() -> Iterator[torch.distributed.device_mesh.DeviceMesh]:
     """This process as the first of four, of which the others are made up."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -284,7 +294,9 @@ def four_processes():
 
 
 @pytest.mark.parametrize("model, checkpointing", [("llama-1m", False), ("gpt2-10m", True)])
-def test_sharding_against_fsdp2(model, checkpointing, four_processes):
+def test_sharding_against_fsdp2(
+    model: str, checkpointing: bool, four_processes: torch.distributed.device_mesh.DeviceMesh
+) -> None:
     """What the first of four processes allocates in a real step, with torch's AdamW: all moments in one maximum."""
     from torch.distributed.fsdp import fully_shard
 
@@ -292,7 +304,7 @@ def test_sharding_against_fsdp2(model, checkpointing, four_processes):
     planned = advise.sharded(Planner(config, device="cpu"), config, 4)
     with plan_check.allocations("cpu") as peak:
         net = models.build(config.model, None, 64)
-        for block in simulate.blocks_of(net):
+        for block in simulate.blocks_of(net) or ():
             fully_shard(block, mesh=four_processes)
         fully_shard(net, mesh=four_processes)
         optimizer = torch.optim.AdamW(net.parameters(), fused=True)
@@ -305,14 +317,14 @@ def test_sharding_against_fsdp2(model, checkpointing, four_processes):
     assert 0 <= planned / peak() - 1 < 0.08
 
 
-def test_sharding_lowers_what_each_holds():
+def test_sharding_lowers_what_each_holds() -> None:
     config = run("llama-1.3b", batch=8)
     planner = Planner(config)
     sizes = [planner.plan(config).total, *(advise.sharded(planner, config, n) for n in (2, 4, 8))]
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] > planner.plan(config).exact["weights"] / 8
 
 
-def test_a_released_run_has_no_shards_and_rivals_that_keep_their_gradients():
+def test_a_released_run_has_no_shards_and_rivals_that_keep_their_gradients() -> None:
     config = run(release=True, clip=0.0, batch=1, sequence=16)
     found = advise.fit(Planner(config), config)
     rows = {row["name"]: row for row in found.rivals}
@@ -323,7 +335,7 @@ def test_a_released_run_has_no_shards_and_rivals_that_keep_their_gradients():
         foamlab.plan(run(release=True, clip=0.0), gpus=2)
 
 
-def test_sharded_micro_batches_add_to_shards():
+def test_sharded_micro_batches_add_to_shards() -> None:
     """One pass more keeps a shard of every gradient through the pass, and no more."""
     once, twice = run("llama-10m", batch=4), run("llama-10m", batch=8, micro_batch=1)
     planner = Planner(once, device="cpu")
@@ -335,7 +347,7 @@ def test_sharded_micro_batches_add_to_shards():
 # ---------------------------------------------------------------------------------------------- equal precision
 
 
-def test_moments_are_compared_at_the_precision_of_the_weights():
+def test_moments_are_compared_at_the_precision_of_the_weights() -> None:
     for precision, state in (("bfloat16", "bfloat16"), ("mixed", None)):
         config = run("llama-130m", "foam-paper", precision=precision)
         planner = Planner(config)
@@ -351,7 +363,9 @@ def test_moments_are_compared_at_the_precision_of_the_weights():
     [("t4", "float32"), ("V100-16GB", "float32"), ("v100-32gb", "float32"), ("p100", "float32"),
      ("rtx-3060", "mixed"), ("h100", "mixed"), ("mi300x", "mixed"), ("16GB", "mixed"), (None, "mixed")],
 )  # fmt: skip
-def test_precision_is_what_train_would_take_on_that_card(card, precision, monkeypatch):
+def test_precision_is_what_train_would_take_on_that_card(
+    card: str | None, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     planner = Planner(run(precision="auto"), card=card)
     assert planner.settle(planner.base).train.precision == precision
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: precision == "mixed")
@@ -364,11 +378,11 @@ def test_precision_is_what_train_would_take_on_that_card(card, precision, monkey
 # ---------------------------------------------------------------------------------------------- before and after a run
 
 
-def settled_for(config, mode):
+def settled_for(config: RunConfig, mode: Any) -> settled.Settled:
     return settle(replace(config, train=replace(config.train, memory=mode)), torch.device("cpu"), most=True)
 
 
-def test_preflight_refuses_warns_and_keeps_quiet(monkeypatch):
+def test_preflight_refuses_warns_and_keeps_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     config = run()
     need = foamlab.plan(config, device="cpu").total
     for capacity, mode, said in (
@@ -385,7 +399,7 @@ def test_preflight_refuses_warns_and_keeps_quiet(monkeypatch):
     assert advise.preflight(settled_for(config, "warn"))
 
 
-def test_running_out_of_memory_is_told_apart_and_answered():
+def test_running_out_of_memory_is_told_apart_and_answered() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
     assert machine.out_of_memory(caught.value) and machine.out_of_memory(MemoryError())
@@ -398,11 +412,12 @@ def test_running_out_of_memory_is_told_apart_and_answered():
 # ---------------------------------------------------------------------------------------------- input and output
 
 
-def test_models_of_other_kinds():
+def test_models_of_other_kinds() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4}
-    configuration = LlamaConfig(**shape, vocab_size=100)
+    configuration = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=5, num_attention_heads=4, vocab_size=100
+    )
     module = LlamaForCausalLM(configuration)
     module.model.embed_tokens.weight.requires_grad_(False)
     by_configuration = foamlab.plan(configuration, precision="float32", sequence=32)
@@ -419,7 +434,7 @@ def test_models_of_other_kinds():
     [("24GB", 24 * GB), ("24 GiB", 24 * 2**30), ("24000MB", 24 * GB), ("1.5gb", 1500 * 10**6), ("RTX 4090", 24 * 2**30),
      ("NVIDIA A100-80GB", 80 * 2**30), ("h100", 80 * 2**30)],
 )  # fmt: skip
-def test_sizes(text, size):
+def test_sizes(text: str, size: int) -> None:
     assert memory(text) == size
 
 
@@ -436,7 +451,7 @@ def test_sizes(text, size):
         ("9" * 400, "24GB"),
     ],
 )
-def test_nonsense_sizes(text, said):
+def test_nonsense_sizes(text: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         memory(text)
 
@@ -449,12 +464,12 @@ def test_nonsense_sizes(text, said):
      (lambda: foamlab.plan("llama-1m", device="tpu"), "cpu or cuda"),
      (lambda: foamlab.plan("llama-1m", precision="fp8"), "unknown precision")],
 )  # fmt: skip
-def test_bad_input(call, said):
+def test_bad_input(call: Callable[..., Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         call()
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [tmp_path / f"plan.{kind}" for kind in ("html", "json", "yaml", "png")]
     args = ["plan", "llama-1m", "--gpu", "1GB", "--data.sequence", "64", "--write", ",".join(map(str, files))]
     assert main(args) == 0
@@ -471,7 +486,9 @@ def test_the_command(tmp_path, capsys):
     assert "tokenizer: bpe:4096" in files[2].read_text()
 
 
-def test_the_command_without_a_card_and_with_an_impossible_one(monkeypatch, capsys):
+def test_the_command_without_a_card_and_with_an_impossible_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(advise, "rivals", lambda planner, asked, everything: [])
     assert main(["plan", "llama-1m", "--data.sequence", "64", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["asked"]["device"] == "cpu"
@@ -482,13 +499,15 @@ def test_the_command_without_a_card_and_with_an_impossible_one(monkeypatch, caps
     assert main(["plan", "llama-1m", "--gpu", "1GB", "--write", "x.doc"]) == 2
 
 
-def test_check_is_shown(capsys):
+def test_check_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     found = check(run())
     text = plan_check.text(found)
     assert text.count("exact") == 3 and "%" in text.splitlines()[4]
 
 
-def test_a_name_that_looks_like_markup_is_shown_as_it_is(tmp_path, capsys, monkeypatch):
+def test_a_name_that_looks_like_markup_is_shown_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     small.prepare(tmp_path)
     (tmp_path / "a[").mkdir()
     (tmp_path / "llama").rename(model := tmp_path / "a[" / "b]")

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,11 +20,11 @@ from foamlab.runs.record import Recorder, Run, read_run
 from foamlab.runs.tensorboard import listening
 
 
-def line(step: int, kind: str = "train", **more: object) -> dict:
+def line(step: int, kind: str = "train", **more: object) -> dict[str, Any]:
     return {"kind": kind, "step": step, "loss": 3.0 / step, **more}
 
 
-def written(folder: Path, *lines: dict, **options: object) -> Path:
+def written(folder: Path, *lines: dict[str, Any], **options: Any) -> Path:
     folder.mkdir(exist_ok=True)
     recorder = Recorder(folder, **options)
     recorder.describe(status="running", model={"name": "m"})
@@ -129,7 +130,9 @@ def test_a_run_that_goes_on_has_not_ended_yet(tmp_path: Path) -> None:
         ({"status": "done", "error": "stopped: once"}, False),
     ],
 )  # fmt: skip
-def test_what_diverged_says_so_in_a_field_and_in_old_folders_by_its_sentence(info, diverged) -> None:
+def test_what_diverged_says_so_in_a_field_and_in_old_folders_by_its_sentence(
+    info: dict[str, str], diverged: bool
+) -> None:
     assert Run(Path(), info, []).diverged is diverged
 
 
@@ -145,13 +148,16 @@ def test_a_killed_writer_leaves_no_lock_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL])
-def test_a_file_system_without_locks_is_written_all_the_same(tmp_path, monkeypatch, number) -> None:
+def test_a_file_system_without_locks_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     def none(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(pytest.importorskip("fcntl"), "flock", none)
     first, second = files.lock(tmp_path), files.lock(tmp_path)
-    first.release(), second.release()
+    first.release()
+    second.release()
     Recorder(tmp_path).close("done")
     assert read_run(tmp_path).status == "done"
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from foamlab.studies import bench
 from foamlab.training.preview import preview
 from foamlab.training.run import train
 
-VALUES = [
+VALUES: list[tuple[dict[str, Any], str]] = [
     ({"lr": -1.0}, r"optimizer\.lr must be at least 0, got -1"),
     ({"lr": math.nan}, r"optimizer\.lr .*nan"),
     ({"lr": math.inf}, r"optimizer\.lr .*inf"),
@@ -54,10 +56,10 @@ RIVALS = [
 
 
 @pytest.fixture
-def sealed(monkeypatch, tmp_path):
+def sealed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunConfig:
     """A run whose text must not be read."""
 
-    def touched(*args, **kwargs):
+    def touched(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("the text was read")
 
     monkeypatch.setattr(data, "prepare", touched)
@@ -68,13 +70,17 @@ def sealed(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("values, message", VALUES)
-def test_rates_that_make_no_sense_are_refused_for_every_optimizer(name, values, message):
+def test_rates_that_make_no_sense_are_refused_for_every_optimizer(
+    name: str, values: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         resolve(OptimizerConfig(name, **values))
 
 
 @pytest.mark.parametrize("name, options, message", [*OPTIONS, *RIVALS])
-def test_train_and_its_dry_run_refuse_options(sealed, name, options, message):
+def test_train_and_its_dry_run_refuse_options(
+    sealed: RunConfig, name: str, options: dict[str, Any], message: str
+) -> None:
     if (name, options, message) in RIVALS:
         pytest.importorskip("pytorch_optimizer" if name == "galore" else "bitsandbytes")
     run = replace(sealed, optimizer=OptimizerConfig(name, options=options))
@@ -84,13 +90,13 @@ def test_train_and_its_dry_run_refuse_options(sealed, name, options, message):
 
 
 @pytest.mark.parametrize("values, message", VALUES)
-def test_train_refuses_values(sealed, values, message):
+def test_train_refuses_values(sealed: RunConfig, values: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         train(replace(sealed, optimizer=OptimizerConfig("sgd", **values)))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_has_a_dry_run(sealed, name):
+def test_every_optimizer_has_a_dry_run(sealed: RunConfig, name: str) -> None:
     if OPTIMIZERS[name].install:
         pytest.importorskip("bitsandbytes")
         pytest.importorskip("pytorch_optimizer")
@@ -99,7 +105,7 @@ def test_every_optimizer_has_a_dry_run(sealed, name):
     assert re.search(r" [1-9][0-9,]* of optimizer state", said)
 
 
-def test_switches_that_need_foam(sealed):
+def test_switches_that_need_foam(sealed: RunConfig) -> None:
     for switch in ({"release": True, "clip": 0.0}, {"residual_every": 5}):
         run = replace(sealed, optimizer=OptimizerConfig("adamw"), train=replace(sealed.train, **switch))
         for begin in (train, preview):
@@ -108,7 +114,9 @@ def test_switches_that_need_foam(sealed):
 
 
 @pytest.mark.parametrize("values, message", [v for v in VALUES if not {"lr", "scale"} & set(v[0])])
-def test_contests_refuse_what_all_share(sealed, tmp_path, values, message):
+def test_contests_refuse_what_all_share(
+    sealed: RunConfig, tmp_path: Path, values: dict[str, Any], message: str
+) -> None:
     run = replace(sealed, optimizer=OptimizerConfig(**values))
     with pytest.raises(UserError, match=message):
         runner.start(design.comparison(run, ["adamw", "sgd"], [0]), tmp_path / "contest")
@@ -117,14 +125,14 @@ def test_contests_refuse_what_all_share(sealed, tmp_path, values, message):
     assert not (tmp_path / "contest").exists()
 
 
-def test_contests_refuse_rates(sealed, tmp_path):
+def test_contests_refuse_rates(sealed: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"optimizer\.lr .*inf"):
         runner.start(design.comparison(sealed, ["adamw", "sgd"], [0], {"sgd": [0.1, math.inf]}), tmp_path / "contest")
     with pytest.raises(UserError, match=r"optimizer\.scale .*-0.5"):
         design.ablation(replace(sealed, optimizer=OptimizerConfig(scale=-0.5)), ["residual"], [0])
 
 
-def test_bench_refuses_before_anything_is_timed(sealed, monkeypatch):
+def test_bench_refuses_before_anything_is_timed(sealed: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "paired", lambda *_, **__: pytest.fail("something was timed"))
     run = RunConfig(model=ModelConfig("llama-1m"), data=sealed.data, train=TrainConfig(batch=2))
     for names, message in ((["foam", "adamwx"], "did you mean adamw"), (["foam", "lora"], "lora adapts a trained")):
@@ -136,7 +144,7 @@ def test_bench_refuses_before_anything_is_timed(sealed, monkeypatch):
         list(bench.bench_step("llama-1m", ["foam"], ["float32", "float33"], pairs=1))
 
 
-def test_a_rehearsal_refuses_nothing_that_can_be_had(tmp_path, sealed):
+def test_a_rehearsal_refuses_nothing_that_can_be_had(tmp_path: Path, sealed: RunConfig) -> None:
     """A budget too small for the vocabulary of a preset but not for this text's; what the meta device cannot fuse."""
     for name, options in (
         ("foam", {"state_budget": 2_000_000}),
@@ -148,7 +156,7 @@ def test_a_rehearsal_refuses_nothing_that_can_be_had(tmp_path, sealed):
             train(run)
 
 
-def test_a_rehearsal_leaves_random_state_alone():
+def test_a_rehearsal_leaves_random_state_alone() -> None:
     from foamlab.models.presets import build
 
     for name in ("foam", "adamw", "sgd", "apollo"):

@@ -206,7 +206,8 @@ def test_any_bytes_end_exactly_or_in_one_line(
                 path.write_text("{}")
             else:
                 path.unlink()
-                _ = path.mkdir() if how == "folder" else None
+                if how == "folder":
+                    path.mkdir()
             if sealed and path.is_file():
                 seal(path.parent)
             before = small.tree(out)

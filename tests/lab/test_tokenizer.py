@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -201,7 +202,7 @@ def test_vocabulary_is_known_without_text(tmp_path: Path) -> None:
 # Long words
 
 
-WORDS = {
+WORDS: dict[str, Callable[[int], str]] = {
     "dna": lambda n: "".join("ACGT"[int(x)] for x in np.random.default_rng(0).integers(4, size=n)),
     "chinese": lambda n: "".join(chr(0x4E00 + int(x)) for x in np.random.default_rng(0).integers(3000, size=n)),
     "base64": lambda n: "".join("AbC9+/xYz"[int(x)] for x in np.random.default_rng(0).integers(9, size=n)),
@@ -238,7 +239,7 @@ def test_training_a_bpe_is_reported_and_ctrl_c_is_answered(monkeypatch: pytest.M
         make("bpe:2000", iter([WORDS["dna"](100_000)]), waiting=interrupt)
     assert told == [1]
 
-    def broken() -> object:
+    def broken() -> Iterator[str]:
         yield "text"
         raise OSError("the disk is gone")
 

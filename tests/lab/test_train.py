@@ -21,7 +21,7 @@ import yaml
 from foamlab import data, machine, models, optimizers
 from foamlab.cli.arguments import parse
 from foamlab.cli.commands import commands
-from foamlab.config import RULE_OF_OLD, TrainConfig, to_dict
+from foamlab.config import RULE_OF_OLD, OptimizerConfig, TrainConfig, to_dict
 from foamlab.errors import Diverged, UserError
 from foamlab.models.language import loss_fn
 from foamlab.training import checkpoint
@@ -108,7 +108,8 @@ def test_resume_from_an_older_checkpoint_drops_what_came_later(home: Path, tmp_p
 def test_resuming_a_finished_run_changes_nothing(home: Path, tmp_path: Path) -> None:
     c = small.config(home, tmp_path / "run", sample="the foam")
     first = train(c)
-    before, notes = small.tree(tmp_path / "run"), []
+    before = small.tree(tmp_path / "run")
+    notes: list[dict[str, Any]] = []
     again = train(c, resume=tmp_path / "run", on_event=notes.append)
     assert again == first and small.tree(tmp_path / "run") == before
     assert [e["kind"] for e in notes] == ["note"] and "is finished" in notes[0]["message"]
@@ -321,7 +322,12 @@ def test_a_step_that_is_not_finite_changes_nothing(
     poison(monkeypatch, where, {2})
     built: list[torch.optim.Optimizer] = []
     real = optimizers.build
-    monkeypatch.setattr(optimizers, "build", lambda c, m: built.append(real(c, m)) or built[-1])
+
+    def build(config: OptimizerConfig, model: Any) -> Any:
+        built.append(real(config, model))
+        return built[-1]
+
+    monkeypatch.setattr(optimizers, "build", build)
     before: list[torch.Tensor] = []
 
     def tensors() -> list[torch.Tensor]:
@@ -400,7 +406,13 @@ def truth(home: Path, skipped: tuple[int, ...] = (), **changes: Any) -> dict[str
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 def test_micro_batches_change_rounding_only(home: Path, tmp_path: Path, clip: float) -> None:
-    kind = {"mode": "paper", "sequence": 24, "steps": 3, "batch": 8, "clip": clip}  # rows of uneven length
+    kind: dict[str, Any] = {
+        "mode": "paper",
+        "sequence": 24,
+        "steps": 3,
+        "batch": 8,
+        "clip": clip,
+    }  # rows of uneven length
     whole = train(small.config(home, tmp_path / "whole", "sgd", **kind))
     cut = train(small.config(home, tmp_path / "cut", "sgd", micro_batch=3, **kind))
     expected = truth(home, **kind)
@@ -412,7 +424,7 @@ def test_micro_batches_change_rounding_only(home: Path, tmp_path: Path, clip: fl
 @pytest.mark.heavy
 def test_two_processes_give_the_result_of_one(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also: a loss that is not finite on one process alone keeps both from stepping."""
-    kind = {"mode": "paper", "sequence": 24, "steps": 4, "batch": 8, "clip": 0.0, "checkpoint_every": 0}
+    kind: dict[str, Any] = {"mode": "paper", "sequence": 24, "steps": 4, "batch": 8, "clip": 0.0, "checkpoint_every": 0}
     body = f"""
 real, calls = training_step.loss_fn, 0
 def bad(model, ids, labels, chunk):
@@ -571,10 +583,15 @@ def test_an_unknown_model_is_refused_before_the_text_is_read(
 
 
 def test_fewer_steps_than_were_taken_are_refused_and_a_resume_can_be_pasted(home: Path, tmp_path: Path) -> None:
-    out, ends = tmp_path / "my run", []
-    stop = stop_at(2)
-    train(small.config(home, out), on_event=lambda e: (stop(e), ends.append(e.get("resume")))[0])
-    assert ends[-1] == f"foamlab train --resume '{out}'"
+    out = tmp_path / "my run"
+    stop, events = stop_at(2), []
+
+    def on_event(event: dict[str, Any]) -> None:
+        events.append(event)
+        stop(event)
+
+    train(small.config(home, out), on_event=on_event)
+    assert events[-1]["resume"] == f"foamlab train --resume '{out}'"
     before = small.tree(out)
     with pytest.raises(UserError, match=r"past train.steps 2: give at least 3"):
         train(small.config(home, out, steps=2), resume=out)
@@ -593,7 +610,7 @@ def test_state_that_cannot_be_stored_is_told_and_not_resumed(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Odd(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> Any:
             super().step()
             for p in self.param_groups[0]["params"]:
                 self.state[p]["odd"] = Path()

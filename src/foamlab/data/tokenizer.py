@@ -11,7 +11,7 @@ import json
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ class Tokenizer:
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that are not UTF-8 come out as U+FFFD."""
         return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens))
 
