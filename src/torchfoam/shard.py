@@ -97,16 +97,11 @@ class Part:
         """How the moments are cut: as the parameter, but for rows that are kept whole."""
         return _only(self.placements, lambda d: not (self.whole_rows and d == len(self.shape) - 1))
 
-    def declared(self, mine: Tensor, width: int | None = None) -> Tensor:
-        """This rank's part of a tensor of `width` columns as a DTensor, cut as they are."""
-        shape = self.shape if width is None else (*self.shape[:-1], width)
-        return _declared(mine, self.mesh, self.placements if width is None else self.of_rows, torch.Size(shape))
-
     def zeros(self, width: int, dtype: torch.dtype, device: Any) -> Tensor:
         """A moment of `width` columns: a DTensor [*lead, width]."""
-        lead = [len(_places(self.mesh, self.placements, d, n)) for d, n in enumerate(self.shape[:-1])]
-        here = [*lead, len(self._columns(width))] if self.shape else []
-        return self.declared(torch.zeros(here, dtype=dtype, device=device), width if self.shape else None)
+        shape = torch.Size((*self.shape[:-1], width) if self.shape else ())
+        here = [len(_places(self.mesh, self.of_rows, d, n)) for d, n in enumerate(shape)]
+        return _declared(torch.zeros(here, dtype=dtype, device=device), self.mesh, self.of_rows, shape)
 
     def _columns(self, width: int) -> Tensor:
         return _places(self.mesh, self.of_rows, len(self.shape) - 1, width)
@@ -214,7 +209,7 @@ def _cuts_blocks(mesh: Any, placements: Sequence[Any], dim: int, n: int, unit: i
         ranks = mesh.size(i)
         if _dim(placement) != dim or ranks == 1:
             continue
-        if not placement.is_shard():  # strided
+        if hasattr(placement, "split_factor"):  # strided: not one run of columns
             return True
         for size in tuple(sizes):
             piece = -(-size // ranks)

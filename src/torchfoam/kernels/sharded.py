@@ -49,11 +49,11 @@ def _step_whole_rows(backend: Backend, slot: Slot, h: Options) -> None:
     p, part = slot.p, slot.part
     assert part is not None
     g = part.with_rows(slot.g)
-    columns = part.columns.to(p.device)
-    rows = p.new_zeros(g.shape).index_copy_(-1, columns, p)  # what becomes of the other ranks' weights is not read
+    rows = p.new_zeros(g.shape)  # what becomes of the other ranks' weights is not read
+    rows.index_copy_(-1, part.columns.to(p.device), p)
     if rows.numel() or part.matrix:
         backend.update([slot._replace(p=rows, g=g)], h)
-        p.copy_(rows.index_select(-1, columns))
+        p.copy_(part.own_columns(rows))
 
 
 class Run(NamedTuple):
