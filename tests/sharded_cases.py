@@ -80,13 +80,11 @@ def sharded(x: Tensor, mesh: DeviceMesh, placements: list[Placement]) -> Tensor:
     return distribute_tensor(x, mesh, [Replicate()] * mesh.ndim, src_data_rank=None).redistribute(placements=placements)
 
 
-def weights(rule: str) -> list[Tensor]:
+def weights(rule: str, turn: int) -> list[Tensor]:
+    """One of every shape, float32 and bfloat16 in turn."""
     shapes = [s for s in SHAPES if rule != "muon" or len(s) > 1]
-    return [
-        numbers(*shape, seed=i, dtype=dtype)
-        for i, shape in enumerate(shapes)
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
+    dtypes = (torch.float32, torch.bfloat16)
+    return [numbers(*shape, seed=i, dtype=dtypes[(i + turn) % 2]) for i, shape in enumerate(shapes)]
 
 
 def both(
@@ -94,16 +92,16 @@ def both(
     rule: str,
     level: Any,
     state: str,
+    turn: int,
     steps: int = 2,
-    **more: Any,
 ) -> tuple[FOAM, FOAM]:
     """The same steps of whole weights and of cut ones."""
     _, mesh, placements = cut
     made = []
     for place in (lambda x: x, lambda x: sharded(x, mesh, placements(x.ndim))):
-        params = [nn.Parameter(place(x)) for x in weights(rule)]
+        params = [nn.Parameter(place(x)) for x in weights(rule, turn)]
         group = {"params": params, "level": level, "rule": rule, "state": state}
-        opt = FOAM([group], lr=0.1, **more)
+        opt = FOAM([group], lr=0.1)
         for step in range(steps):
             for i, p in enumerate(params):
                 p.grad = place(numbers(*p.shape, seed=100 * step + i, dtype=p.dtype))
@@ -125,7 +123,7 @@ def exact(rule: str, state: str) -> None:
     shift = STATES.index(state)  # every cut with every state, and over the states with every level
     for k, cut in enumerate(cuts()):
         level = LEVELS[(k + shift) % len(LEVELS)]
-        one, many = both(cut, rule, level, state)
+        one, many = both(cut, rule, level, state, turn=k + shift)
         same(one, many, (cut[0], level))
 
 

@@ -12,17 +12,15 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from sharded_cases import CASES, WORLD
-
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("torch was built without gloo", allow_module_level=True)
 
+from sharded_cases import CASES, WORLD
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What each rank says of each case."""
-    folder = tmp_path_factory.mktemp("sharded")
-    command = [sys.executable, str(Path(__file__).with_name("sharded_cases.py")), str(folder)]
+
+def test_sharded_weights_are_stepped_and_saved_as_whole_ones(tmp_path: Path) -> None:
+    """One test, so that workers of pytest do not each start the processes."""
+    command = [sys.executable, str(Path(__file__).with_name("sharded_cases.py")), str(tmp_path)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True
@@ -32,12 +30,13 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
         except subprocess.TimeoutExpired:
             os.killpg(ranks.pid, signal.SIGKILL)
             said, _ = ranks.communicate()
-    found = [folder / f"{rank}.json" for rank in range(WORLD)]
+    found = [tmp_path / f"{rank}.json" for rank in range(WORLD)]
     assert all(path.exists() for path in found), said[-3000:]
-    return [json.loads(path.read_text()) for path in found]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_sharded(reports: list[dict[str, str]], name: str) -> None:
-    wrong = {rank: report.get(name, "never ran") for rank, report in enumerate(reports)}
-    assert not any(wrong.values()), "\n".join(f"rank {rank}: {text[-2000:]}" for rank, text in wrong.items() if text)
+    reports = [json.loads(path.read_text()) for path in found]
+    wrong = {
+        f"{name}, rank {rank}": report.get(name, "never ran")[-2000:]
+        for name in CASES
+        for rank, report in enumerate(reports)
+        if report.get(name, "never ran")
+    }
+    assert not wrong, "\n".join(f"{where}: {what}" for where, what in wrong.items())
