@@ -410,6 +410,41 @@ def adamw_in_and_out() -> None:
             assert torch.equal(whole(x.state[p]["exp_avg"]), whole(y.state[q]["exp_avg"]))
 
 
+def adamw_state_dicts() -> None:
+    """Sharded ones and those of one process fold alike; a sharded one does not fold into whole weights."""
+    plain, cut = Net(), fsdp(Net())
+    kept = []
+    for model in (plain, cut):
+        adamw = torch.optim.AdamW(model.named_parameters(), lr=0.01)
+        train(model, adamw, 2)
+        kept.append(adamw.state_dict())
+    made = [from_adamw(FOAM(cut), state).state_dict()["state"] for state in kept]
+    pairs = [(i, name, whole(x), whole(made[1][i][name])) for i in made[0] for name, x in made[0][i].items()]
+    off = [(i, name) for i, name, x, y in pairs if not torch.equal(x, y)]
+    assert not off and any(whole(s["m"]).ne(0).any() for s in made[0].values()), off
+    try:
+        from_adamw(FOAM(plain), kept[1])
+    except ValueError as error:
+        assert "exp_avg is sharded over ranks" in str(error)
+    else:
+        raise AssertionError("sharded moments were folded into whole parameters")
+
+
+def state_dicts_of_the_same_ranks() -> None:
+    for options in (OPTIONS[2], OPTIONS[4]):
+        model, opt = trained(options)
+        kept = copy.deepcopy(opt.state_dict())
+        other, again = trained(options)
+        train(model, opt, start=2)
+        again.zero_grad()
+        for mine in again.state.values():
+            for x in mine.values():
+                (x.to_local() if hasattr(x, "to_local") else x).zero_()
+        again.load_state_dict(kept)
+        train(other, again, start=2)
+        alike(model, other, opt, again)
+
+
 def zero_redundancy() -> None:
     plain, spread = Net(), Net()
     one = FOAM(plain, lr=0.01)
@@ -426,6 +461,7 @@ MODELS = {
         fsdp2_release, fsdp2_recomputed, fsdp2_residuals, optimizer_made_before_sharding,
         tensor_parallel_as_one_process, gradients_still_to_be_summed,
         checkpoints_on_other_ranks, checkpoints_saved_while_training_goes_on, full_state_dicts,
-        state_dicts_of_one_process, adamw_in_and_out, zero_redundancy,
+        state_dicts_of_one_process, adamw_in_and_out, adamw_state_dicts,
+        state_dicts_of_the_same_ranks, zero_redundancy,
     )
 }  # fmt: skip
