@@ -15,10 +15,7 @@ SOURCE = ROOT / "src"
 PAGE = (ROOT / "docs" / "house.md").read_text(encoding="utf-8")
 PACKAGES = ("torchfoam", "foamlab")
 FOLDERS = sorted(x.name for x in (SOURCE / "foamlab").iterdir() if (x / "__init__.py").exists())
-TO_BE_SPLIT = {
-    "tests/sharded_models.py", "tests/test_cpu_kernel.py",
-    *(f"tests/lab/test_{x}.py" for x in ("cli", "contest", "train", "optimizers", "data_formats", "plan", "report")),
-}  # fmt: skip
+TO_BE_SPLIT = {"tests/sharded_models.py", "tests/test_cpu_kernel.py"}
 READING = ("model", "search", "folder", "studies", "results", "charts", "page", "inventory")  # of a contest: no torch
 HOUSES = PACKAGES + tuple(f"foamlab/{name}" for name in FOLDERS)  # all whose rooms have an order
 

@@ -1,4 +1,4 @@
-"""A run small enough for a test: a model folder, a text and settings. `python small.py OUT` starts one of its own."""
+"""A run small enough for a test: model folders, a text and settings."""
 
 from __future__ import annotations
 
@@ -59,3 +59,20 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 def tree(folder: Path) -> dict[str, bytes]:
     """Every file of a folder."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def to_plan(
+    model: str = "llama-1m",
+    optimizer: str = "foam",
+    sequence: int = 64,
+    checkpointing: bool = False,
+    options: dict[str, Any] | None = None,
+    **train: Any,
+) -> RunConfig:
+    """A run as the planner is asked about it: a model of the table, no text."""
+    return RunConfig(
+        model=ModelConfig(model, checkpointing),
+        data=DataConfig(sequence=sequence),
+        optimizer=OptimizerConfig(optimizer, options=options or {}),
+        train=TrainConfig(**{"batch": 2, "precision": "float32", **train}),
+    )

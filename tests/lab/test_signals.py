@@ -13,18 +13,15 @@ from typing import Any
 
 import pytest
 import small
-import test_contest
+from contests import small_contest
 
 from foamlab import signals
 from foamlab.cli import main, run_display
 from foamlab.cli.command import Command
 from foamlab.cli.commands import commands
-from foamlab.config import RunConfig
 from foamlab.contest import runner
 from foamlab.training import checkpoint
 from foamlab.training.run import train
-
-home = pytest.fixture(scope="module")(lambda tmp_path_factory: small.prepare(tmp_path_factory.mktemp("home")))
 
 
 def ask(kind: str, *numbers: int) -> Callable[[dict[str, Any]], None]:
@@ -95,13 +92,8 @@ def test_before_a_run_has_begun_a_request_is_as_ctrl_c(
     assert capsys.readouterr().err == "foamlab: interrupted\n" and signal.getsignal(number) is before
 
 
-config = test_contest.config
-
-
 @pytest.mark.parametrize("number", signals.STOPS)
-def test_a_contest_lets_its_runs_save(
-    number: Any, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_contest_lets_its_runs_save(number: Any, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that has not come to its own handler yet is ended by the signal itself: no failure either."""
     log = []
 
@@ -126,7 +118,8 @@ def test_a_contest_lets_its_runs_save(
             ran[0].returncode = -number  # Slurm tells all processes of a step
             signal.raise_signal(number)
 
-    end = runner.start(test_contest.small_contest(config), tmp_path / "c", 2, on_event)
+    config = small.config(home, tmp_path / "unused", eval_every=2, checkpoint_every=0, memory="ignore")
+    end = runner.start(small_contest(config), tmp_path / "c", 2, on_event)
     assert end["status"] == "interrupted" and log
 
 

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from test_report import CHROMIUM, FRAMES, PROBE, browse, make_run
+from pages import CHROMIUM, FRAMES, PROBE, browse, make_run
 
 from foamlab.report import charts as plots
 from foamlab.report import plotly_charts

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_report import CHROMIUM, FRAMES, PROBE, browse
+from pages import CHROMIUM, FRAMES, PROBE, browse
 
 from foamlab.cli import main
 from foamlab.errors import UserError

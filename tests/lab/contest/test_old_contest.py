@@ -18,7 +18,7 @@ from foamlab.contest.page import compare_table, report
 from foamlab.contest.results import standings
 from foamlab.files import finite
 
-STORED = Path(__file__).parents[1] / "data" / "contest_v1.zip"
+STORED = Path(__file__).parents[2] / "data" / "contest_v1.zip"
 
 
 @pytest.fixture

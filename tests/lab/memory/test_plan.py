@@ -1,10 +1,9 @@
-"""The planner against reality: bytes of real tensors, real steps, the paper's chart, and what it says to bad input."""
+"""What fits, what is shared and at which precision; before and after a run; input and output."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,13 @@ from typing import Any
 import pytest
 import small
 import torch
+from small import to_plan
 from torch import nn
 
 import foamlab
-from foamlab import machine, models, optimizers, settled
+from foamlab import machine, models, settled
 from foamlab.cli import main
-from foamlab.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from foamlab.config import ModelConfig, RunConfig
 from foamlab.errors import UserError
 from foamlab.memory import advise, simulate
 from foamlab.memory.gpus import memory
@@ -26,201 +26,8 @@ from foamlab.models.language import loss_fn
 from foamlab.settled import settle
 from foamlab.studies import plan_check
 from foamlab.studies.plan_check import check
-from foamlab.training.run import train
 
 GB = 10**9
-
-
-@pytest.fixture(autouse=True)
-def few_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def run(
-    model: str = "llama-1m",
-    optimizer: str = "foam",
-    sequence: int = 64,
-    checkpointing: bool = False,
-    options: dict[str, Any] | None = None,
-    **train: Any,
-) -> RunConfig:
-    return RunConfig(
-        model=ModelConfig(model, checkpointing),
-        data=DataConfig(sequence=sequence),
-        optimizer=OptimizerConfig(optimizer, options=options or {}),
-        train=TrainConfig(**{"batch": 2, "precision": "float32", **train}),
-    )
-
-
-def held(config: RunConfig, within: float = 0.05) -> plan_check.Check:
-    """Two real steps: bytes exact, total within 5 %; the tests' own bound is what is reached, with some room."""
-    found = check(config)
-    assert found.exact, (found.predicted, found.measured)
-    assert abs(found.error) < within, found
-    return found
-
-
-# ---------------------------------------------------------------------------------------------- against real steps
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("optimizer", ["foam", "adamw", "muon"])
-def test_real_steps(optimizer: str, checkpointing: bool) -> None:
-    held(run(optimizer=optimizer, checkpointing=checkpointing), within=0.01)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        run(batch=4, micro_batch=2),
-        run(precision="bfloat16"),
-        run(precision="mixed", checkpointing=True),
-        run(release=True, clip=0.0, clip_each=1.0, checkpointing=True),
-        run(release=True, clip=0.0, options={"state": "int8", "level": 3}),
-        run(chunked_loss=32),
-        run(options={"state": "int8"}, batch=1, sequence=16),
-        run(options={"rule": "mini"}, batch=1, sequence=16),
-        run(options={"rule": "muon", "level": "row"}, batch=1, sequence=16),
-    ],
-    ids=["accumulation", "bfloat16", "mixed", "release", "release-int8", "chunks", "int8", "mini", "muon"],
-)
-def test_real_steps_with_every_switch(config: Any) -> None:
-    held(config, within=0.03)
-
-
-@pytest.mark.parametrize(
-    "kind, checkpointing",
-    [
-        ({}, False),
-        ({"micro_batch": 1, "precision": "mixed"}, True),
-        ({"release": True, "clip": 0.0, "chunked_loss": 32}, False),
-        ({"precision": "bfloat16", "optimizer": "adamw"}, False),
-    ],
-    ids=["plain", "micro-batches", "release", "adamw-bfloat16"],
-)
-def test_a_plan_is_what_a_training_run_takes(kind: dict[str, Any], checkpointing: bool, tmp_path: Path) -> None:
-    """`train` itself, with every allocation of torch's counted in its second step."""
-    small.prepare(tmp_path)
-    config = small.config(tmp_path, tmp_path / "run", **{"optimizer": "foam", **kind, "sequence": 64})
-    config.model = ModelConfig("llama-1m", checkpointing)
-    config = replace(config, train=replace(config.train, steps=2, eval_every=0, checkpoint_every=0))
-    planned = settle(settled.check(config), torch.device("cpu"))
-    plan = Planner.of(planned, 10**12).plan(planned.config)
-    counted, second = ExitStack(), torch.profiler.record_function(plan_check.SECOND)
-    told = {}
-
-    def watch(event: dict[str, Any]) -> None:
-        if event["kind"] == "start":  # weights are there, and FOAM's state
-            told["before"] = event["bytes"]["weights"] + event["bytes"]["state"]
-            told["peak"] = counted.enter_context(plan_check.allocations("cpu"))
-        elif event["kind"] == "train" and event["step"] == 1:
-            second.__enter__()
-        elif event["kind"] == "train" and event["step"] == 2:
-            second.__exit__(None, None, None)
-            counted.close()
-
-    taken = train(config, on_event=watch)
-    assert plan.exact == {key: taken.bytes[key] for key in plan.exact}
-    assert plan.total == pytest.approx(told["before"] + told["peak"](), rel=0.01)
-
-
-def test_planners_of_one_settled_run_do_not_disturb_each_other() -> None:
-    planned = settled_for(run(batch=4), "refuse")
-    total = Planner.of(planned, 0).plan(planned.config).total
-    other = Planner.of(planned, 0).plan(replace(planned.config, model=ModelConfig("llama-1m", checkpointing=True)))
-    assert other.total < total == Planner.of(planned, 0).plan(planned.config).total
-
-
-HEADS = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4}
-OTHERS = {  # attention of a family's own, products of experts, values of another width than keys
-    "Bloom": {"hidden_size": 64, "n_layer": 5, "n_head": 4},
-    "Mixtral": {**HEADS, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "DeepseekV3": {
-        **HEADS, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
-        "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "kv_lora_rank": 16,
-        "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("family, precision", [("Mixtral", "float32"), *((family, "mixed") for family in OTHERS)])
-def test_real_steps_of_other_families(family: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(models.FAMILIES, family, (f"{family}Config", {}))
-    monkeypatch.setitem(models.MODELS, family, models.Preset("", family, 300, 0, OTHERS[family]))
-    held(run(family, batch=4, precision=precision), within=0.001)
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("optimizer", ["foam", "adamw", "muon"])
-@pytest.mark.parametrize("model", ["llama-10m", "llama-60m", "gpt2-10m", "gpt2", "qwen-10m"])
-def test_real_steps_of_larger_models(model: str, optimizer: str, checkpointing: bool) -> None:
-    held(run(model, optimizer, 128, checkpointing))
-
-
-@pytest.mark.parametrize("name", sorted(optimizers.OPTIMIZERS))
-def test_state_is_exact_for_every_optimizer(name: str) -> None:
-    options = {"from_scratch": True, "rank": 2} if name == "lora" else {}
-    config = run(optimizer=name, options=options)
-    planned = foamlab.plan(config)
-    model = models.build(config.model, None, 64)
-    optimizer = optimizers.build(config.optimizer, model)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p) * 1e-3 if p.requires_grad else None
-    optimizer.step()
-    assert planned.exact["state"] == optimizers.state_bytes(optimizer)
-    assert planned.exact["weights"] == sum(p.nbytes for p in model.parameters())
-    assert planned.exact["gradients"] == sum(p.nbytes for p in model.parameters() if p.requires_grad)
-
-
-@pytest.mark.parametrize(
-    "model, checkpointing, mixed, accumulate",
-    [("llama-10m", False, False, True), ("gpt2-10m", True, True, False), ("qwen-10m", True, False, True)],
-)
-def test_three_blocks_stand_for_all(model: str, checkpointing: bool, mixed: bool, accumulate: bool) -> None:
-    net = models.build(ModelConfig(model, checkpointing), device="meta", sequence=64)
-    few, all_of_them = (
-        simulate.passes(net, loss_fn, 2, 64, mixed=mixed, accumulate=accumulate, whole=whole) for whole in (False, True)
-    )
-    assert few.bytes == all_of_them.bytes
-
-
-def test_kinds_of_bytes() -> None:
-    plan = foamlab.plan(run(batch=8))
-    logits = 8 * 64 * 4096 * 4
-    assert plan.peak["logits"] in (2 * logits, 3 * logits)  # log-probabilities and what is made of them
-    again = foamlab.plan(run(batch=8, checkpointing=True))
-    assert again.peak["activations"] < plan.peak["activations"] / 5
-    assert foamlab.plan(run(batch=8, chunked_loss=64)).total < plan.total - logits
-    assert foamlab.plan(run(batch=8), device="cpu").peak.keys() == plan.peak.keys() - {"slack", "context"}
-
-
-def test_many_gpus_share_the_batch_and_keep_buckets() -> None:
-    one, two = foamlab.plan(run(batch=8)), foamlab.plan(run(batch=8), gpus=2)
-    assert two.peak["buckets"] == two.exact["gradients"] and two.config.train.micro_batch == 4
-    assert two.peak["logits"] == one.peak["logits"] / 2
-
-
-# ---------------------------------------------------------------------------------------------- the paper's chart
-
-
-@pytest.mark.parametrize(
-    "model, paper",
-    [
-        ("llama-1.3b", (8.0, 5.6, 4.8, 4.4, 3.2)),  # the chart says 7.8 for Adam: its shapes give 8.0
-        ("llama-3b", (16.1, 11.1, 9.3, 8.5, 6.0)),
-        ("llama-7b", (40.4, 27.4, 22.9, 21.0, 14.5)),
-    ],
-)
-def test_the_papers_memory_chart(model: str, paper: tuple[float, ...]) -> None:
-    config = run(model)
-    sizes = advise.chart(Planner(config), config)
-    assert list(sizes) == ["Adam", "Muon", "GaLore, APOLLO", "FOAM level 2", "FOAM row"]
-    for (name, size), figure in zip(sizes.items(), paper):
-        assert abs(size / GB - figure) < 0.1, name  # one unit of the chart's last digit
 
 
 # ---------------------------------------------------------------------------------------------- what fits
@@ -236,17 +43,17 @@ def smallest(config: RunConfig, card: int | str, **more: Any) -> Any:
 
 
 def test_the_smallest_change_that_fits() -> None:
-    config = run(batch=16, sequence=128)
+    config = to_plan(batch=16, sequence=128)
     need = foamlab.plan(config).total
     assert smallest(config, need)[0] == []
     assert smallest(config, int(0.95 * need))[0] == ["--train.micro_batch 8"]
-    flags, _ = smallest(run(batch=1, sequence=32), 600 * 10**6 + 17 * 10**6)
+    flags, _ = smallest(to_plan(batch=1, sequence=32), 600 * 10**6 + 17 * 10**6)
     assert flags and any("release" in flag or "precision" in flag for flag in flags)
     assert not any("level" in flag for flag in flags)
 
 
 def test_order_of_sacrifices() -> None:
-    found = list(advise.variants(run(batch=16, sequence=128)))
+    found = list(advise.variants(to_plan(batch=16, sequence=128)))
     changes = [advise.flags(found[0], c) for c in found]
     assert changes[0] == []
     levels = [i for i, c in enumerate(changes) if any("options.level" in flag for flag in c)]
@@ -258,7 +65,7 @@ def test_order_of_sacrifices() -> None:
 
 
 def test_most_rows_and_longest_sequence_fill_the_card() -> None:
-    config, card = run(batch=4, sequence=128, micro_batch=1), 700 * 10**6
+    config, card = to_plan(batch=4, sequence=128, micro_batch=1), 700 * 10**6
     planner = Planner(config, card=card)
 
     def total(rows: int, sequence: int) -> int:
@@ -277,9 +84,9 @@ def test_largest() -> None:
 
 
 def test_impossible_budgets_say_why() -> None:
-    assert smallest(run("llama-7b"), "10GB") == (None, "nothing fits 10GB: the weights alone need 13.5 GB")
+    assert smallest(to_plan("llama-7b"), "10GB") == (None, "nothing fits 10GB: the weights alone need 13.5 GB")
     # gradients cannot be released where several processes share the batch
-    both = smallest(run("llama-7b", "adamw", batch=2), "20GB", gpus=2)
+    both = smallest(to_plan("llama-7b", "adamw", batch=2), "20GB", gpus=2)
     assert both == (None, "nothing fits 20GB: weights and gradients alone need 27.0 GB")
 
 
@@ -300,7 +107,7 @@ def test_sharding_against_fsdp2(
     """What the first of four processes allocates in a real step, with torch's AdamW: all moments in one maximum."""
     from torch.distributed.fsdp import fully_shard
 
-    config = run(model, "adamw", checkpointing=checkpointing, batch=4)
+    config = to_plan(model, "adamw", checkpointing=checkpointing, batch=4)
     planned = advise.sharded(Planner(config, device="cpu"), config, 4)
     with plan_check.allocations("cpu") as peak:
         net = models.build(config.model, None, 64)
@@ -318,26 +125,26 @@ def test_sharding_against_fsdp2(
 
 
 def test_sharding_lowers_what_each_holds() -> None:
-    config = run("llama-1.3b", batch=8)
+    config = to_plan("llama-1.3b", batch=8)
     planner = Planner(config)
     sizes = [planner.plan(config).total, *(advise.sharded(planner, config, n) for n in (2, 4, 8))]
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] > planner.plan(config).exact["weights"] / 8
 
 
 def test_a_released_run_has_no_shards_and_rivals_that_keep_their_gradients() -> None:
-    config = run(release=True, clip=0.0, batch=1, sequence=16)
+    config = to_plan(release=True, clip=0.0, batch=1, sequence=16)
     found = advise.fit(Planner(config), config)
     rows = {row["name"]: row for row in found.rivals}
     assert not found.sharded and rows["foam"]["peak"]["gradients"] < rows["adamw"]["peak"]["gradients"]
     with pytest.raises(UserError, match=r"train\.release needs FOAM, not AdamW"):
-        foamlab.plan(run(optimizer="adamw", release=True, clip=0.0))
+        foamlab.plan(to_plan(optimizer="adamw", release=True, clip=0.0))
     with pytest.raises(UserError, match=r"data-parallel training \(2 processes\)"):
-        foamlab.plan(run(release=True, clip=0.0), gpus=2)
+        foamlab.plan(to_plan(release=True, clip=0.0), gpus=2)
 
 
 def test_sharded_micro_batches_add_to_shards() -> None:
     """One pass more keeps a shard of every gradient through the pass, and no more."""
-    once, twice = run("llama-10m", batch=4), run("llama-10m", batch=8, micro_batch=1)
+    once, twice = to_plan("llama-10m", batch=4), to_plan("llama-10m", batch=8, micro_batch=1)
     planner = Planner(once, device="cpu")
     shards = planner.plan(once).exact["gradients"] / 4
     more = advise.sharded(planner, twice, 4) - advise.sharded(planner, once, 4)
@@ -349,7 +156,7 @@ def test_sharded_micro_batches_add_to_shards() -> None:
 
 def test_moments_are_compared_at_the_precision_of_the_weights() -> None:
     for precision, state in (("bfloat16", "bfloat16"), ("mixed", None)):
-        config = run("llama-130m", "foam-paper", precision=precision)
+        config = to_plan("llama-130m", "foam-paper", precision=precision)
         planner = Planner(config)
         rows = {row["name"]: row for row in advise.rivals(planner, planner.plan(config), False)}
         assert rows["foam"]["options"].get("state") == state and not rows["foam-int8"]["options"]
@@ -366,13 +173,13 @@ def test_moments_are_compared_at_the_precision_of_the_weights() -> None:
 def test_precision_is_what_train_would_take_on_that_card(
     card: str | None, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planner = Planner(run(precision="auto"), card=card)
+    planner = Planner(to_plan(precision="auto"), card=card)
     assert planner.settle(planner.base).train.precision == precision
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: precision == "mixed")
     assert machine.choose_precision("auto", torch.device("cuda"))[0] == precision
     chosen, remark = machine.choose_precision("mixed", torch.device("cuda"))
     assert chosen == "mixed" and bool(remark) == (precision == "float32")
-    assert Planner(run(precision="auto"), device="cpu", card=card).settle(planner.base).train.precision == "float32"
+    assert Planner(to_plan(precision="auto"), device="cpu", card=card).settle(planner.base).train.precision == "float32"
 
 
 # ---------------------------------------------------------------------------------------------- before and after a run
@@ -382,8 +189,15 @@ def settled_for(config: RunConfig, mode: Any) -> settled.Settled:
     return settle(replace(config, train=replace(config.train, memory=mode)), torch.device("cpu"), most=True)
 
 
+def test_planners_of_one_settled_run_do_not_disturb_each_other() -> None:
+    planned = settled_for(to_plan(batch=4), "refuse")
+    total = Planner.of(planned, 0).plan(planned.config).total
+    other = Planner.of(planned, 0).plan(replace(planned.config, model=ModelConfig("llama-1m", checkpointing=True)))
+    assert other.total < total == Planner.of(planned, 0).plan(planned.config).total
+
+
 def test_preflight_refuses_warns_and_keeps_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = run()
+    config = to_plan()
     need = foamlab.plan(config, device="cpu").total
     for capacity, mode, said in (
         (10 * need, "refuse", ""),
@@ -405,7 +219,7 @@ def test_running_out_of_memory_is_told_apart_and_answered() -> None:
     assert machine.out_of_memory(caught.value) and machine.out_of_memory(MemoryError())
     assert machine.out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert not machine.out_of_memory(RuntimeError("shapes differ"))
-    said = advise.after(settled_for(run(), "refuse"))
+    said = advise.after(settled_for(to_plan(), "refuse"))
     assert said.startswith("out of memory: this run needs about") and "--" in said
 
 
@@ -500,7 +314,7 @@ def test_the_command_without_a_card_and_with_an_impossible_one(
 
 
 def test_check_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    found = check(run())
+    found = check(to_plan())
     text = plan_check.text(found)
     assert text.count("exact") == 3 and "%" in text.splitlines()[4]
 

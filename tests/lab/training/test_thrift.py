@@ -11,25 +11,18 @@ import pytest
 import small
 import torch
 import transformers
-from test_train import child
 from torch import Tensor, nn
+from trained import child, poison, weights
 
 from foamlab.config import ModelConfig
 from foamlab.errors import UserError
 from foamlab.memory import simulate
 from foamlab.models.language import check_head, loss_fn
 from foamlab.models.presets import FAMILIES, MODELS, build
-from foamlab.training import checkpoint
-from foamlab.training import step as training_step
 from foamlab.training.run import train
 from tolerances import exact
 
 TINY = {"llama": "llama-1m", "qwen": "qwen-10m", "gpt2": "gpt2-10m"}
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small.prepare(tmp_path_factory.mktemp("home"))
 
 
 def tiny(family: str, checkpointing: bool = False, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -142,7 +135,7 @@ def test_training_in_chunks_ends_where_training_ends(home: Path, tmp_path: Path)
 
 @pytest.mark.heavy
 def test_two_processes_in_chunks_give_the_result_of_one(home: Path, tmp_path: Path) -> None:
-    kind = {"steps": 3, "batch": 8, "chunked_loss": 10, "checkpoint_every": 0}
+    kind: dict[str, Any] = {"steps": 3, "batch": 8, "chunked_loss": 10, "checkpoint_every": 0}
     run = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
     process = child(home, tmp_path / "two", f"train(small.config(home, out, 'sgd', **{kind!r}))", *run)
     assert process.wait(90) == 0, process.stderr and process.stderr.read()
@@ -174,15 +167,6 @@ def test_checkpointing_keeps_less(family: str) -> None:
     assert most[1] < 0.5 * most[0], most
 
 
-# ---------------------------------------------------------------------------------------------- gradient release
-
-
-def weights(folder: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(checkpoint.found(folder)[-1] / "model.safetensors")
-
-
 @pytest.mark.parametrize("changes", [{}, {"clip_each": 0.05}, {"precision": "bfloat16"}], ids=str)
 def test_released_training_is_the_same_to_the_bit(home: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     for name, release in (("plain", False), ("released", True)):
@@ -196,7 +180,7 @@ def test_released_training_is_the_same_to_the_bit(home: Path, tmp_path: Path, ch
 
 
 def test_a_released_run_resumes(home: Path, tmp_path: Path) -> None:
-    kind = {"clip": 0.0, "release": True, "precision": "bfloat16", "options": {"state": "int8"}}
+    kind: dict[str, Any] = {"clip": 0.0, "release": True, "precision": "bfloat16", "options": {"state": "int8"}}
     train(small.config(home, tmp_path / "whole", **kind))
     train(small.config(home, tmp_path / "parts", **kind))
     older = tmp_path / "parts" / "checkpoints" / "step-00000003"
@@ -209,19 +193,7 @@ def test_a_released_run_resumes(home: Path, tmp_path: Path) -> None:
 def test_what_is_not_finite_never_reaches_a_weight(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    calls = 0
-
-    def bad(model: nn.Module, ids: Tensor, labels: Tensor, chunk: int) -> Tensor:
-        nonlocal calls
-        loss = loss_fn(model, ids, labels, chunk)
-        calls += model.training
-        if model.training and calls == 3:
-            if where == "loss":
-                return loss * math.nan
-            loss.register_hook(lambda g: g * math.inf)
-        return loss
-
-    monkeypatch.setattr(training_step, "loss_fn", bad)
+    poison(monkeypatch, where, {2})
     result = train(small.config(home, tmp_path / "run", clip=0.0, release=True))
     assert result.skipped == 1 and result.step == 6 and math.isfinite(result.loss or math.nan)
     skips = [line for line in small.metrics(tmp_path / "run") if line["kind"] == "skip"]

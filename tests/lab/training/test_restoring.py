@@ -23,16 +23,11 @@ OPTIMIZERS = ("foam", "adamw")
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small.prepare(tmp_path_factory.mktemp("home"))
-
-
-@pytest.fixture(scope="module")
 def runs(home: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     """optimizer -> (a run of 4 steps with checkpoints of 2 and 4, the same one on to 6)."""
     place = tmp_path_factory.mktemp("runs")
     for name in OPTIMIZERS:
-        settings = {"optimizer": name, "steps": 6, "checkpoint_every": 2, "keep": 3, "warmup": 0}
+        settings: dict[str, Any] = {"optimizer": name, "steps": 6, "checkpoint_every": 2, "keep": 3, "warmup": 0}
         train(small.config(home, place / f"{name}-whole", **settings))
         shutil.copytree(place / f"{name}-whole", place / name)
         shutil.rmtree(place / name / "checkpoints" / "step-00000006")
@@ -40,7 +35,7 @@ def runs(home: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tupl
 
 
 def again(home: Path, out: Path, name: str, **changes: Any) -> None:
-    settings = {"optimizer": name, "steps": 6, "checkpoint_every": 2, "keep": 3, "warmup": 0, **changes}
+    settings: dict[str, Any] = {"optimizer": name, "steps": 6, "checkpoint_every": 2, "keep": 3, "warmup": 0, **changes}
     train(small.config(home, out, **settings), resume=out)
 
 

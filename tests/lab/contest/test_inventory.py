@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
-from test_contestpage import make_contest
-from test_report import make_run
+from contests import make_contest
+from pages import make_run
 
 from foamlab.cli import main
 from foamlab.contest import inventory

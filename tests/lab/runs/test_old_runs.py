@@ -13,7 +13,7 @@ from foamlab.cli.arguments import parse
 from foamlab.cli.commands import commands
 from foamlab.training.run import train
 
-STORED = Path(__file__).parents[1] / "data" / "run_0_2_0"
+STORED = Path(__file__).parents[2] / "data" / "run_0_2_0"
 
 
 @pytest.fixture

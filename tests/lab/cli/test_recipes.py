@@ -32,7 +32,7 @@ from foamlab.training.preview import preview
 from foamlab.training.run import train
 from tolerances import exact
 
-PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text(encoding="utf-8")
 # of the page: (processes, what follows `train`) of each command, {rival: flags}, cells of the table of memory
 COMMANDS = [
     (int(n), shlex.split(words))
