@@ -199,26 +199,29 @@ def step(function: Callable[..., int], slots: Sequence[Slot], h: Options, thread
     for slot in slots:
         p, g, state, number, _ = slot
         m, v = state["m"], state["v"]
-        exponents = [state["m_exponent"], state["v_exponent"]] if m.dtype == torch.uint8 else []
-        if not all(x.is_contiguous() for x in (p, g, m, v, *exponents)):
+        coded = m.dtype == torch.uint8
+        kept = (p, g, m, v, state["m_exponent"], state["v_exponent"]) if coded else (p, g, m, v)
+        if not all([x.is_contiguous() for x in kept]):
             _step_by_copy(function, slot, h, threads, parallel)
             continue
         columns = p.size(-1) if p.ndim else 1
-        rows = p.numel() // columns
+        size, entries = p.numel(), m.numel()
+        rows = size // columns
         B = lengths.get(columns) or lengths.setdefault(columns, block(h.level, columns))
         W = -(-columns // B)
-        fits = rows * W == m.numel() == v.numel() and p.numel() == g.numel() and m.dtype == v.dtype
-        if not fits or any(x.numel() != rows * -(-W // GROUP) for x in exponents):
+        fits = rows * W == entries == v.numel() and size == g.numel() and m.dtype == v.dtype
+        if not fits or (coded and any(x.numel() != rows * -(-W // GROUP) for x in kept[4:])):
             raise ValueError(
                 f"cannot step {tuple(p.shape)} at level {h.level!r} with a gradient of {tuple(g.shape)} and moments of "
                 f"{tuple(m.shape)} {m.dtype} and {tuple(v.shape)} {v.dtype}"
             )
         dtypes = FLOATS[p.dtype] | FLOATS[g.dtype] << 4 | MOMENTS[m.dtype] << 8
-        for run in _numbered(slot, h):
+        places = [x.data_ptr() for x in kept]
+        for run in _numbered(slot, h) if slot.part else (Run(0, rows, 0, columns, 0, W),):
             # where p, g, m, v and the exponents of this run begin
-            places = [x.data_ptr() + run.row * (x.nbytes // rows) for x in (p, g, m, v, *exponents)]
+            begin = [x + run.row * (y.nbytes // rows) for x, y in zip(places, kept)] if run.row else places
             table += (
-                *places[:4], state["step"].data_ptr(), run.rows, columns, B, dtypes, *(places[4:] or (0, 0)), number,
+                *begin[:4], state["step"].data_ptr(), run.rows, columns, B, dtypes, *(begin[4:] or (0, 0)), number,
                 run.first, run.first_moment,
             )  # fmt: skip
     tasks = array("q", table)
