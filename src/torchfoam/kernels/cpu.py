@@ -201,7 +201,7 @@ def step(function: Callable[..., int], slots: Sequence[Slot], h: Options, thread
         m, v = state["m"], state["v"]
         coded = m.dtype == torch.uint8
         kept = (p, g, m, v, state["m_exponent"], state["v_exponent"]) if coded else (p, g, m, v)
-        if not all([x.is_contiguous() for x in kept]):
+        if not all(x.is_contiguous() for x in kept):
             _step_by_copy(function, slot, h, threads, parallel)
             continue
         columns = p.size(-1) if p.ndim else 1
