@@ -22,7 +22,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from foamlab import settled
-from foamlab.config import TrainConfig
+from foamlab.config import RunConfig, TaskConfig, TrainConfig
 from foamlab.models.language import check_head
 from torchfoam import FOAM, GradientRelease, from_adamw
 from torchfoam.kernels import BACKENDS, choose
@@ -189,6 +189,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
     ),
     "train.clip, train.clip_each": setting(clip=1.0, clip_each=1.0),
     "train.chunked_loss, a model without a head": lambda: check_head(nn.Linear(2, 2)),
+    "train.chunked_loss, a task": lambda: settled.check(
+        RunConfig(train=TrainConfig(chunked_loss=64, clip=1.0), task=TaskConfig("cola"))
+    ),
 }
 
 

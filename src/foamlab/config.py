@@ -157,10 +157,13 @@ class TrainConfig:
 
     Args:
         steps: optimizer steps.
+        epochs: passes over the training rows, which set the steps; 0 means train.steps.
         batch: rows per step, over all ranks and micro-batches.
         micro_batch: rows per forward pass on one rank; 0 means its whole share of the batch.
         warmup: share of the steps with rising learning rate.
-        final: learning rate at the end of the cosine, relative to the peak.
+        schedule: the learning rate after the warm-up: cosine, linear, constant, or wsd (constant, then linear over the
+            last fifth of the steps).
+        final: learning rate at the end of the schedule, relative to the peak.
         clip: largest norm of all gradients together; 0 means no clipping.
         clip_each: largest norm of each parameter's own gradient; 0 means no clipping. Works with release.
         release: step each weight inside the backward pass and free its gradient at once; FOAM only, clip must be 0.
@@ -168,7 +171,7 @@ class TrainConfig:
         precision: float32, bfloat16 (weights and gradients too), mixed (float32 weights, bfloat16 autocast), or auto.
         residual_every: steps between records of FOAM's residual ratios, per matrix; 0 means none.
         eval_every: steps between evaluations; 0 means only at the end.
-        eval_tokens: tokens of the validation split used in each evaluation.
+        eval_tokens: tokens of the validation split used in each evaluation; 0 means none. A task uses all of the split.
         checkpoint_every: steps between checkpoints; 0 means only at the end and on interruption.
         keep: checkpoints kept.
         patience: stop after this many skipped (non-finite) steps in succession.
@@ -181,9 +184,11 @@ class TrainConfig:
     """
 
     steps: Count = 400
+    epochs: Amount = 0.0
     batch: Rows = field(default=16, metadata=ORDER)
     micro_batch: Count = 0
     warmup: Share = 0.1
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     final: Share = 0.1
     clip: Amount = 1.0
     clip_each: Amount = 0.0
@@ -204,6 +209,37 @@ class TrainConfig:
     memory: Literal["refuse", "warn", "ignore"] = field(default="refuse", metadata=FREE)
 
 
+Task = Literal[
+    "", "classify", "pairs", "regress", "cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli"
+]  # "" is language modelling
+
+
+@dataclass
+class TaskConfig:
+    """What a model is fine-tuned for (`foamlab finetune`); without a name a run is language modelling.
+
+    Args:
+        name: classify (a text), pairs (of texts, classified), regress (a text or a pair, to a number), or a task of
+            GLUE in GLUE's own files: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli. Empty is language modelling.
+        columns: the text columns, separated by commas; empty means the usual names.
+        label: the label's column; empty means a usual name.
+        labels: the labels, separated by commas, in the order of the head; empty means the model's own, else those of
+            the training rows, sorted.
+        validation: file of validation rows; empty means one beside the training rows where data.name is a folder, else
+            a share of them (data.validation).
+        test: file of test rows, with or without labels, told once by the best checkpoint.
+        metric: by which the best checkpoint is chosen: loss, or one of the task's; empty means the task's usual one.
+    """
+
+    name: Task = field(default="", metadata=FIXED)
+    columns: Name = field(default="", metadata=FIXED)
+    label: Name = field(default="", metadata=FIXED)
+    labels: str = field(default="", metadata=FIXED)
+    validation: Name = field(default="", metadata=FIXED)
+    test: Name = field(default="", metadata=FIXED)
+    metric: Name = field(default="", metadata=FIXED)
+
+
 @dataclass
 class RunConfig:
     """One training run.
@@ -216,6 +252,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
     out: Name = field(default="", metadata=PLACE)
 
 
@@ -274,6 +311,14 @@ def flat(tree: Any, depth: int = 100, prefix: str = "") -> dict[str, Any]:
     for key, inner in tree.items():
         found |= flat(inner, depth - 1, f"{prefix}.{key}" if prefix else str(key))
     return found
+
+
+def with_newer(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The flat settings of a run of any age, with those named that runs before 0.3 had not: their defaults are what
+    such runs did."""
+    own = flat(to_dict(RunConfig()), 2)
+    newer = ("train.epochs", "train.schedule", *(name for name in own if name.startswith("task.")))
+    return {**{name: own[name] for name in newer}, **settings}
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

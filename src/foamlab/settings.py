@@ -20,6 +20,7 @@ from .files import shallow
 
 Settings = TypeVar("Settings")
 OPTIONS = "optimizer.options"
+LATER = ("task",)  # parts of a run that older ones have not
 YES, NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 FLOAT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+")  # what YAML 1.1 takes for a word
 
@@ -283,7 +284,7 @@ def from_dict(content: Mapping[str, Any], where: str = "") -> RunConfig:
     Raises:
         UserError: a part that is missing or unknown; an unknown setting; a value that cannot be. `where` is the file.
     """
-    if lacking := [part for part in (*_parts(), "out") if part not in content]:
+    if lacking := [part for part in (*_parts(), "out") if part not in content and part not in LATER]:
         raise UserError(f"{where}these are no settings of a run: they lack {', '.join(lacking)}")
     return build({"data.version": 1, **by_name(content, where)}, where)
 

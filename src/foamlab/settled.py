@@ -17,7 +17,8 @@ from torchfoam import FOAM
 from . import data, machine, models, optimizers, settings
 from .config import RunConfig, TrainConfig
 from .data.tokenizer import vocabulary
-from .errors import UserError
+from .errors import UserError, known_name
+from .tasks.table import TASKS
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Settled:
         device, processes: that it runs on.
         vocabulary: tokens of the model: the fewest (or most) that the tokenizer may come to have, until the text tells.
         model, optimizer: on the meta device; the optimizer has taken no step.
+        head: of the model of a task: that of two labels, until the rows tell.
         note: what the user should know of the precision, or "".
         warning: what the user should know of the tokenizer, or "".
     """
@@ -42,6 +44,7 @@ class Settled:
     optimizer: Optimizer
     note: str = ""
     warning: str = ""
+    head: models.Head | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -53,12 +56,17 @@ class Settled:
         """Rows a forward pass on each process."""
         return micro_batch(self.config.train, self.processes)
 
-    def knowing(self, vocabulary: int) -> Settled:
-        """The same run, now that the size of its vocabulary is known."""
-        if vocabulary == self.vocabulary:
+    def knowing(self, vocabulary: int, head: models.Head | None = None) -> Settled:
+        """The same run, now that the size of its vocabulary and its head are known."""
+        if vocabulary == self.vocabulary and head == self.head:
             return self
-        model, optimizer = dry_build(self.config, self.device, vocabulary)
-        return replace(self, vocabulary=vocabulary, model=model, optimizer=optimizer)
+        model, optimizer = dry_build(self.config, self.device, vocabulary, head)
+        return replace(self, vocabulary=vocabulary, model=model, optimizer=optimizer, head=head)
+
+    def rows_of(self, longest: int) -> Settled:
+        """The same run, as if it were cut to the longest of its rows: what its fullest batch takes."""
+        data = replace(self.config.data, sequence=min(longest, self.config.data.sequence))
+        return replace(self, config=replace(self.config, data=data))
 
 
 def settle(
@@ -79,20 +87,21 @@ def settle(
     """
     precision, note = machine.choose_precision(config.train.precision, device)
     config = resolve(config, precision, processes)
-    if models.described(config.model.name):  # what is no causal model needs no tokenizer, nor its own
-        models.build(config.model, 0, config.data.sequence, "meta")
+    head = open_head(config)
+    if models.described(config.model.name):  # what cannot be trained so needs no tokenizer, nor its own
+        models.build(config.model, 0, config.data.sequence, "meta", head=head)
     config, warning = data.settle(config, version)
     tokens = vocabulary(config.data.tokenizer)[most]
-    model, optimizer = dry_build(config, device, tokens)
+    model, optimizer = dry_build(config, device, tokens, head)
     check_optimizer(config.train, optimizer, processes)
-    return Settled(config, device, processes, tokens, model, optimizer, note, warning)
+    return Settled(config, device, processes, tokens, model, optimizer, note, warning, head)
 
 
 def resolve(config: RunConfig, precision: machine.Precision, processes: int) -> RunConfig:
     """The settings with the precision given and the optimizer's own defaults. Raises UserError as `settle` does."""
     if config.train.batch % processes:
         raise UserError(f"train.batch must be a multiple of the {processes} processes, got {config.train.batch}")
-    optimizer = optimizers.resolve(config.optimizer)
+    optimizer = optimizers.resolve(config.optimizer, bool(config.task.name))
     return replace(config, optimizer=optimizer, train=replace(config.train, precision=precision))
 
 
@@ -107,9 +116,23 @@ def dtype_of(config: RunConfig) -> torch.dtype:
     return torch.bfloat16 if config.train.precision == "bfloat16" else torch.float32
 
 
-def dry_build(config: RunConfig, device: torch.device, vocabulary: int) -> tuple[nn.Module, Optimizer]:
+def open_head(config: RunConfig) -> models.Head | None:
+    """The head of a task's model while its labels are not known: of a regression, the model's own, or of two."""
+    if not config.task.name:
+        return None
+    if not models.described(config.model.name):
+        known_name(config.model.name, models.MODELS, "model preset or folder")
+        raise UserError(f"{config.model.name} is a shape without weights: a task takes a model's folder or hub name")
+    task = TASKS[config.task.name]
+    labels = () if task.regress else task.labels or models.head_labels(config.model.name) or ("0", "1")
+    return models.Head(labels, task.regress)
+
+
+def dry_build(
+    config: RunConfig, device: torch.device, vocabulary: int, head: models.Head | None = None
+) -> tuple[nn.Module, Optimizer]:
     """Model and optimizer without memory. Raises UserError for what either would refuse on the device."""
-    model = models.build(config.model, vocabulary, config.data.sequence, "meta", dtype_of(config))
+    model = models.build(config.model, vocabulary, config.data.sequence, "meta", dtype_of(config), head=head)
     return model, optimizers.dry_build(config.optimizer, model, device)
 
 
@@ -120,7 +143,17 @@ def check(config: RunConfig) -> RunConfig:
     """The settings as their types have them. Raises UserError for what makes no sense, naming the value."""
     config = settings.checked(config)
     check_switches(config.train)
+    if config.task.name and config.train.chunked_loss:
+        raise UserError("train.chunked_loss is for language modelling: a task has no logits of tokens; set it to 0")
+    if not config.task.name and (given := [key for key, x in vars(config.task).items() if x]):
+        raise UserError(f"task.{given[0]} is set, but no task: name one with `foamlab finetune TASK`")
     return config
+
+
+def language_only(config: RunConfig, what: str) -> None:
+    """Raise UserError for a task, which `what` does not know."""
+    if config.task.name:
+        raise UserError(f"{what} takes language models only: leave out task.name ({config.task.name})")
 
 
 def check_switches(t: TrainConfig) -> None:

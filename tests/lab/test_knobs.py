@@ -47,7 +47,7 @@ WRONG: list[Any] = [
 ]  # fmt: skip
 FREE = (
     "model.name", "data.name", "data.tokenizer", "data.column", "data.cache", "optimizer.name", "train.device",
-    "train.sample", "out",
+    "train.sample", "out", "task.columns", "task.label", "task.labels", "task.validation", "task.test", "task.metric",
 )  # fmt: skip
 
 
@@ -282,7 +282,9 @@ def test_settings_go_through_json_and_back(tmp_path: Path) -> None:
 def test_what_each_setting_is_to_a_run() -> None:
     """Written out: a setting whose role is forgotten or changed is seen here."""
     data = ("name", "tokenizer", "sequence", "mode", "validation", "limit", "column", "version")
+    task = ("name", "columns", "label", "labels", "validation", "test", "metric")
     fixed = ("model.name", *(f"data.{key}" for key in data), "optimizer.name", "optimizer.options", "train.precision")
+    fixed += tuple(f"task.{key}" for key in task)
     record = ("eval_every", "eval_tokens", "checkpoint_every", "keep", "patience", "sample", "tensorboard", "memory")
     places = ("data.cache", "data.workers", "out")
     free = ("data.lost", *places, "train.release", "train.residual_every", *(f"train.{key}" for key in record))
@@ -293,7 +295,20 @@ def test_what_each_setting_is_to_a_run() -> None:
     assert config.named(Role.ORDER) == ("train.batch", "train.seed")
     assert config.named(Role.SHARED) == ("optimizer.betas", "optimizer.eps", "optimizer.weight_decay")
     told = knobs.knobs().keys() - {*fixed, *free}
-    loop = ("steps", "batch", "micro_batch", "warmup", "final", "clip", "clip_each", "chunked_loss", "seed", "threads")
+    loop = (
+        "epochs",
+        "schedule",
+        "steps",
+        "batch",
+        "micro_batch",
+        "warmup",
+        "final",
+        "clip",
+        "clip_each",
+        "chunked_loss",
+        "seed",
+        "threads",
+    )
     rates = ("lr", "betas", "eps", "weight_decay", "scale")
     assert (*rates, "momentum") == restoring.TUNABLE
     assert told == {

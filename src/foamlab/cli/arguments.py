@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from .. import settings
-from ..config import FOAM_OPTIONS, RunConfig, of_old, to_dict
+from ..config import FOAM_OPTIONS, RunConfig, Task, of_old, to_dict
 from ..errors import UserError, known_name, nearest
 from ..files import parse_yaml, read_yaml
 from .command import Command
@@ -84,7 +84,10 @@ def parse(command: Command, args: Words) -> tuple[list[Any], dict[str, Any]]:
         given_first = _given_first(command, first, str(flags.get("resume", "")))
         if first and first[0] in presets() and "model.name" in values and _brings(settings.build(values).model.name):
             given_first["data.tokenizer"] = ""  # the preset's is meant for the preset's model
-        return [settings.build(_merged(given_first, values))], flags
+        start = {} if flags.get("resume") else dict(command.defaults)
+        if "train.steps" in {**given_first, **values}:
+            start.pop("train.epochs", None)
+        return [settings.build(_merged(start, _merged(given_first, values)))], flags
     return _positional(command.name, parameters, first), flags
 
 
@@ -141,6 +144,9 @@ def _given_first(command: Command, words: Words, resume: str) -> Values:
         raise UserError(f"no run to resume in {str(folder)!r}: give a folder made by `foamlab train`")
     if not words:
         return {}
+    if "TASK" in command.first_word and not _is_recipe(words[0]):
+        known_name(words[0], [task for task in get_args(Task) if task], "task")
+        return {"task.name": words[0]}
     if "MODEL" in command.first_word and not _is_recipe(words[0]):
         return _model(words[0])
     return _settings(recipe(words[0]))
@@ -214,7 +220,7 @@ def usage(command: Command) -> str:
             parser.usage = f"foamlab {name} [{' | '.join(command.first_word)}] [--KEY VALUE ...]"
             options.add_argument("--config", metavar="FILE", help="a YAML file, as if given first")
             options.add_argument("--print_config", action="store_true", help="print the settings as YAML and exit")
-            _describe_settings(parser)
+            _describe_settings(parser, command.defaults)
         elif p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY):
             parser.add_argument(key, nargs="+" if p.kind is p.VAR_POSITIONAL else "?", help=texts[key])
         elif p.annotation is bool:
@@ -224,7 +230,7 @@ def usage(command: Command) -> str:
     return parser.format_help().rstrip()
 
 
-def _describe_settings(parser: ArgumentParser) -> None:
+def _describe_settings(parser: ArgumentParser, defaults: Mapping[str, Any]) -> None:
     import docstring_parser
 
     for part in fields(RunConfig()):
@@ -235,7 +241,8 @@ def _describe_settings(parser: ArgumentParser) -> None:
         group = parser.add_argument_group((doc.short_description or "").rstrip(".") if is_dataclass(held) else "Output")
         for key, kind in own.items():
             last = key.rpartition(".")[2]
-            _describe(group, key, kind, texts[last], getattr(held, last) if is_dataclass(held) else held)
+            default = getattr(held, last) if is_dataclass(held) else held
+            _describe(group, key, kind, texts[last], defaults.get(key, default))
         if part.name == "optimizer":
             group = parser.add_argument_group("Options of FOAM (`foamlab optimizers NAME` lists those of others)")
             for key, text in FOAM_OPTIONS.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 INTERRUPTED = 130  # the exit code of a run that was asked to stop: it has saved, and can be resumed
 
@@ -21,6 +21,7 @@ class Command:
         examples: command lines for its own help.
         renamed: an old name of a flag -> the name it has now.
         first_word: where the function takes a `config`: what the first word may name.
+        defaults: settings by their full names, where those of this command are other than a run's.
     """
 
     function: Callable[..., int | str | None]
@@ -29,6 +30,7 @@ class Command:
     examples: tuple[str, ...]
     first_word: tuple[str, ...] = ("PRESET", "FILE.yaml")
     renamed: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -103,9 +103,8 @@ class Watch:
         self.last.update(event)
 
     def eval(self, event: Event) -> None:
-        self.say(
-            f"step {event['step']}: validation loss {event['loss']:.4f}, perplexity {event['perplexity']:.2f}", "bold"
-        )
+        told = figures(event["values"]) if "values" in event else f"perplexity {event['perplexity']:.2f}"
+        self.say(f"step {event['step']}: validation loss {event['loss']:.4f}, {told}", "bold")
 
     def skip(self, event: Event) -> None:
         self.skipped += 1
@@ -118,6 +117,8 @@ class Watch:
         if event.get("sample"):
             self.say("sample:")
             self.say(event["sample"], "italic")
+        for split, found in (event.get("tested") or {}).items():
+            self.say(told_once(split, found), "bold")
         if event["status"] == "interrupted":
             again = f"to resume: {event['resume']}" if event["resume"] else "this run cannot be resumed"
             self.say(f"interrupted and saved; {again}", "bold yellow")
@@ -131,7 +132,7 @@ class Watch:
         size = self.facts["bytes"]
         parts = [
             f"loss {e['loss']:.4f}",
-            f"perplexity {math.exp(min(e['loss'], 50)):.2f}",
+            "" if self.facts.get("corpus", {}).get("task") else f"perplexity {math.exp(min(e['loss'], 50)):.2f}",
             f"lr {e['lr']:.2e}",
             f"{e['tokens_per_second']:,.0f} tokens/s",
             f"state {gb(size['state'])}" if size["state"] else "",
@@ -147,6 +148,19 @@ class Watch:
         if not speed or not tokens:
             return ""
         return f"{_clock((self.facts['steps'] - self.last['step']) * tokens / speed)} left"
+
+
+def figures(values: Mapping[str, Any]) -> str:
+    """Metrics in a line."""
+    return ", ".join(f"{name} {'unknown' if x is None else f'{x:.4f}'}" for name, x in values.items())
+
+
+def told_once(split: str, found: Mapping[str, Any]) -> str:
+    """What the best checkpoint comes to on a split, or where it is."""
+    metrics = {name: x for name, x in found.items() if name not in ("checkpoint", "step", "predictions")}
+    where = f" at step {found['step']}: {found['checkpoint']}" if "checkpoint" in found else ""
+    written = f"predictions in {found['predictions']}" if "predictions" in found else ""
+    return f"{split}{where}: {', '.join(filter(None, [figures(metrics), written]))}"
 
 
 class Plain(Watch):

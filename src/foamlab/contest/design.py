@@ -12,7 +12,7 @@ from ..config import OptimizerConfig, RunConfig
 from ..errors import UserError, known_name
 from ..runs.provenance import cores
 from ..runs.stats import MARGIN
-from ..settled import check
+from ..settled import check, language_only
 from .model import Arm, Contest, Rule
 from .studies import STUDIES, with_own
 
@@ -96,7 +96,10 @@ def _checked(
     margin: float = MARGIN,
 ) -> Contest:
     config = check(config)
+    language_only(config, "a contest")
     t = config.train
+    if t.epochs:
+        raise UserError("a contest counts steps: set train.steps, and train.epochs to 0")
     if not seeds or len(set(seeds)) < len(seeds):
         raise UserError(f"--seeds takes whole numbers, each once; got {','.join(map(str, seeds)) or 'none'}")
     if any(not x > 0 for arm in arms for key in ("lr", "scale") for x in arm.tune.get(key, ())):

@@ -119,6 +119,11 @@ class Corpus:
             return len(self._offsets[split]) - 1
         return max(0, (len(self._tokens[split]) - 1) // self.config.sequence)
 
+    @property
+    def tokens_per_row(self) -> float:
+        """Length of a row."""
+        return self.config.sequence
+
     def batch(self, split: Split, step: int, rows: int, rank: int = 0, world: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """This rank's part of a step's `rows` rows: (input ids, labels), both int64 [rows / world, S].
 
@@ -132,23 +137,16 @@ class Corpus:
         Raises ValueError if `rows` does not divide by `world`, UserError if the training split has fewer rows than
         a step wants or validation has none.
         """
-        if rows % world or not 0 <= rank < world:
-            raise ValueError(f"{rows} rows do not divide among {world} ranks (rank {rank}): choose a multiple")
         n = self.rows(split)
         if n == 0 or (split == "train" and rows > n):
             raise UserError(
                 f"a batch of {rows} rows is more than the {n} rows of {self.config.sequence} tokens in the {split} "
                 "split: lower train.batch or data.sequence, or bring more text"
             )
-        share = rows // world
-        numbers = np.arange(step * rows + rank * share, step * rows + (rank + 1) * share, dtype=np.int64)
+        numbers = share(step, rows, rank, world)
         if split == "validation":
             return self._gather(split, permuted(numbers % n, n, "validation"))
-        chosen = np.empty_like(numbers)
-        for epoch in range(int(numbers[0]) // n, int(numbers[-1]) // n + 1) if share else ():
-            here = numbers // n == epoch
-            chosen[here] = permuted(numbers[here] % n, n, f"train {self.seed} {epoch}")
-        return self._gather(split, chosen)
+        return self._gather(split, drawn(numbers, n, self.seed))
 
     def _gather(self, split: Split, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         tokens = self._tokens[split]
@@ -192,6 +190,24 @@ def _map(path: Path, dtype: str) -> np.ndarray:
     if not path.stat().st_size:  # an empty file cannot be mapped
         return np.empty(0, dtype)
     return np.memmap(path, dtype, "r").view(np.ndarray)
+
+
+def share(step: int, rows: int, rank: int, world: int) -> np.ndarray:
+    """The numbers of a rank's part of a step's `rows` rows, counted over the run: int64 [rows / world]."""
+    if rows % world or not 0 <= rank < world:
+        raise ValueError(f"{rows} rows do not divide among {world} ranks (rank {rank}): choose a multiple")
+    part = rows // world
+    return np.arange(step * rows + rank * part, step * rows + (rank + 1) * part, dtype=np.int64)
+
+
+def drawn(numbers: np.ndarray, n: int, seed: int) -> np.ndarray:
+    """Which of n rows the run reads as its rows `numbers` (in order): each once in every epoch, in an order of its
+    own."""
+    chosen = np.empty_like(numbers)
+    for epoch in range(int(numbers[0]) // n, int(numbers[-1]) // n + 1) if len(numbers) else ():
+        here = numbers // n == epoch
+        chosen[here] = permuted(numbers[here] % n, n, f"train {seed} {epoch}")
+    return chosen
 
 
 def permuted(places: np.ndarray, n: int, key: str) -> np.ndarray:

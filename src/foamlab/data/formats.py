@@ -56,7 +56,7 @@ class Rows:
     lost: Counter[str] = field(default_factory=Counter)
     remarks: list[str] = field(default_factory=list)
 
-    def texts(self, rows: Iterable[Any]) -> Iterator[str]:
+    def texts(self, rows: Iterable[Any]) -> Iterator[Any]:
         """The texts of rows that are objects or plain strings. The column is chosen by the first of them.
 
         Raises:
@@ -73,7 +73,7 @@ class Rows:
             self.choose(objects)
         yield from self.taken(chain(held, rows))
 
-    def taken(self, rows: Iterable[Any]) -> Iterator[str]:
+    def taken(self, rows: Iterable[Any]) -> Iterator[Any]:
         """The texts in the column that was chosen."""
         for row in rows:
             self.seen += 1
@@ -88,6 +88,11 @@ class Rows:
                 self.lost[f"without {self.column!r}"] += 1
             else:
                 self.lost[f"with {'null' if value is None else type(value).__name__} in {self.column!r}"] += 1
+
+    def wanted(self, header: Mapping[str, Any]) -> list[str]:
+        """Which of a table's columns are read."""
+        self.choose([header])
+        return [self.column]
 
     def _settles(self, row: Mapping[str, Any]) -> bool:
         """Whether no later row can change the choice."""
@@ -134,8 +139,11 @@ def _few(names: Iterable[Any], most: int = 4) -> str:
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
-def read_file(path: Path, rows: Rows) -> Iterator[str]:
-    """The documents of one file. Raises Unreadable at the damaged place, UserError for a missing column."""
+def read_file(path: Path, rows: Rows) -> Iterator[Any]:
+    """The documents of one file, or its rows (`Records`).
+
+    Raises Unreadable at the damaged place, UserError for a missing column.
+    """
     kind, packing = kind_of(path)
     try:
         if packing and not path.stat().st_size:
@@ -233,9 +241,26 @@ def _parquet(stream: BinaryIO, rows: Rows) -> Iterator[str]:
     for column in file.schema_arrow:
         kind = column.type.value_type if types.is_dictionary(column.type) else column.type
         header[column.name] = "" if types.is_string(kind) or types.is_large_string(kind) else kind
-    rows.choose([header])
-    for batch in file.iter_batches(batch_size=1024, columns=[rows.column]):
-        yield from rows.taken({rows.column: value} for value in batch.column(0).to_pylist())
+    for batch in file.iter_batches(batch_size=1024, columns=rows.wanted(header)):
+        yield from rows.taken(batch.to_pylist())
+
+
+class Records(Rows):
+    """Takes rows as they are, whatever their columns."""
+
+    def texts(self, rows: Iterable[Any]) -> Iterator[Any]:
+        return self.taken(rows)
+
+    def taken(self, rows: Iterable[Any]) -> Iterator[Any]:
+        for row in rows:
+            self.seen += 1
+            yield row
+
+    def choose(self, rows: list[Mapping[str, Any]]) -> None:
+        """Every column is taken."""
+
+    def wanted(self, header: Mapping[str, Any]) -> list[str]:
+        return list(header)
 
 
 class _Zstd(io.RawIOBase):

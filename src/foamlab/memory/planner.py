@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +18,9 @@ from .. import machine, models, optimizers
 from ..config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from ..errors import UserError
 from ..models import architectures
-from ..models.language import loss_fn, vocabulary_of
-from ..settled import Settled, check_optimizer, micro_batch, resolve
+from ..models.language import vocabulary_of
+from ..settled import Settled, check_optimizer, micro_batch, open_head, resolve
+from ..tasks.objective import objective
 from . import gpus as cards
 from . import simulate
 from .optimizer_memory import Footprint
@@ -129,6 +129,7 @@ class Planner:
         source: a module or transformers configuration in its place.
         device, gpus, card: as in `plan`.
         vocabulary: tokens of the model; None takes its own.
+        head: of a task's model, once its labels are known.
     """
 
     base: RunConfig
@@ -137,6 +138,7 @@ class Planner:
     gpus: int = 1
     card: str | int | None = None
     vocabulary: int | None = None
+    head: models.Head | None = None
     _cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -152,7 +154,7 @@ class Planner:
     def of(cls, run: Settled, capacity: int) -> Planner:
         """The planner of a settled run, whose model is not built anew, and its variants, in so many bytes."""
         c = run.config
-        planner = cls(c, None, run.device.type, run.processes, capacity, run.vocabulary)
+        planner = cls(c, None, run.device.type, run.processes, capacity, run.vocabulary, run.head)
         planner._cache[planner._key(c)] = run.model
         return planner
 
@@ -241,7 +243,8 @@ class Planner:
         if self.source is None and models.described(config.model.name):
             self.source = architectures.configuration(config.model.name)  # asked of the hub once
         plain, source = replace(config.model, checkpointing=False), copy.deepcopy(self.source)
-        return models.build(plain, self.vocabulary, config.data.sequence, "meta", dtype, source=source)
+        head = self.head or open_head(config)
+        return models.build(plain, self.vocabulary, config.data.sequence, "meta", dtype, source=source, head=head)
 
     def optimizer(self, config: RunConfig) -> Footprint:
         """What the optimizer keeps and needs."""
@@ -263,7 +266,7 @@ class Planner:
         key = ("passes", id(model), t.precision, config.model.checkpointing, t.micro_batch,
                config.data.sequence, many, t.chunked_loss, own, shards)  # fmt: skip
         if key not in self._cache:
-            loss = partial(loss_fn, chunk=t.chunked_loss)
+            aim = objective(config.task, t)
             check_optimizer(t, self.optimizer(config).optimizer, self.gpus)
             release = self.optimizer(config).each if t.release else None
             if self._cache.get(("checkpointing", id(model))) != config.model.checkpointing:
@@ -271,7 +274,8 @@ class Planner:
                 self._cache["checkpointing", id(model)] = config.model.checkpointing
             try:
                 self._cache[key] = simulate.passes(
-                    model, loss, t.micro_batch, config.data.sequence, mixed=t.precision == "mixed",
+                    model, lambda model, ids, _: aim.loss(model, *aim.of(ids))[0],
+                    t.micro_batch, config.data.sequence, mixed=t.precision == "mixed",
                     accumulate=many, release=release, device=self.device, shards=shards,
                 )  # fmt: skip
             except Exception as e:  # of any kind: it is code of others that runs, where tensors have no values

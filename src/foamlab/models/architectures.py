@@ -96,6 +96,11 @@ def admit(config: Any, name: str, vocabulary: int, sequence: int) -> None:
             f"{name} ({config.model_type}) is none of the models that transformers builds as causal language models, "
             "which foamlab trains and plans: give one that predicts a text's next token from the text before it"
         )
+    admit_text(config, name, vocabulary, sequence)
+
+
+def admit_text(config: Any, name: str, vocabulary: int, sequence: int) -> None:
+    """The part of `admit` that holds for every model of text."""
     text = text_part(config)
     if quantized := getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None):
         known = quantized if isinstance(quantized, dict) else quantized.to_dict()

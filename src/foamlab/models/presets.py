@@ -14,7 +14,8 @@ from torch import nn
 
 from ..config import ModelConfig
 from ..errors import UserError, known_name
-from . import architectures
+from . import architectures, classifiers
+from .classifiers import Head
 
 # transformers' configuration class of each family, and what all its presets share. Dropout is off, as in
 # pre-training of these sizes generally.
@@ -117,8 +118,10 @@ def build(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     source: Any = None,
+    head: Head | None = None,
 ) -> nn.Module:
-    """A causal language model in training mode; attention is torch's `scaled_dot_product_attention` where it has one.
+    """A causal language model in training mode, or with a `head` one that classifies; attention is torch's
+    `scaled_dot_product_attention` where it has one.
 
     A preset's weights are drawn on the CPU in float32 from `seed` alone, then cast and moved, so a seed gives the
     same weights on every device and beside every optimizer; the global random state is left alone. Those of a folder
@@ -132,12 +135,18 @@ def build(
         device, dtype: where and how the weights are held.
         seed: of the initial weights.
         source: a transformers configuration, for the meta device, in place of what the name says.
+        head: what a model of a folder or the hub is to tell of a row, in place of the next token.
 
     Raises:
         UserError: an unknown name, or what it names is no causal language model, has too few positions or too small a
             vocabulary.
     """
     meta = torch.device(device).type == "meta"
+    if head is not None:
+        place = torch.device(device)
+        model = classifiers.build(config.name, source, head, vocab_size or 0, sequence, dtype, place, seed)
+        switch_checkpointing(model, config.checkpointing)
+        return model.train()
     if source is None and not described(config.name):
         preset = MODELS[known_name(config.name, MODELS, "model preset or folder")]
         model = _random(preset.config(vocab_size or preset.vocab, sequence), device, dtype, seed)

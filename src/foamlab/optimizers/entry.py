@@ -43,6 +43,7 @@ class Entry:
         limits: what this implementation cannot do, in words.
         resumable: whether a checkpoint can bring its state back.
         adapts: whether it trains adapters of its own, which become part of the model, and freezes the rest.
+        finetune: rate for fine-tuning where the settings leave it empty; None: no rate is known, it must be given.
     """
 
     help: str
@@ -58,6 +59,7 @@ class Entry:
     limits: str = ""
     resumable: bool = True
     adapts: bool = False
+    finetune: float | None = None
 
     @property
     def ours(self) -> bool:

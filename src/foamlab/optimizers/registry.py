@@ -110,7 +110,7 @@ def _split(help: str, **options: Any) -> Entry:
 OPTIMIZERS: dict[str, Entry] = {
     "foam": Entry(
         "FOAM, plain: level 2, matrices at AdamW's own rate",
-        "torchfoam:FOAM", foam, 1e-3, BETAS, 1.0, FIRST + HALF, tune={"lr": ADAM_RATES},
+        "torchfoam:FOAM", foam, 1e-3, BETAS, 1.0, FIRST + HALF, finetune=1e-4, tune={"lr": ADAM_RATES},
     ),
     "foam-split": _split("FOAM, level 2, matrices at a lower rate than the rest", level=2),
     "foam-l3": _split("FOAM with blocks of 8", level=3),
@@ -132,7 +132,7 @@ OPTIMIZERS: dict[str, Entry] = {
     ),
     "adamw": Entry(
         "torch's AdamW (fused), one rate for all",
-        "torch.optim:AdamW", adamw, 1e-3, BETAS, 1.0, "torch" + HALF, tune={"lr": ADAM_RATES},
+        "torch.optim:AdamW", adamw, 1e-3, BETAS, 1.0, "torch" + HALF, finetune=1e-4, tune={"lr": ADAM_RATES},
     ),
     "adamw-split": Entry(
         "torch's AdamW with FOAM's split of rates: matrices lower",
@@ -160,12 +160,13 @@ def ours(name: str) -> bool:
     return _entry(name).ours
 
 
-def resolve(config: OptimizerConfig) -> OptimizerConfig:
-    """The settings with every empty field filled by the optimizer's own defaults.
+def resolve(config: OptimizerConfig, finetune: bool = False) -> OptimizerConfig:
+    """The settings with every empty field filled by the optimizer's own defaults, for pre-training or for fine-tuning.
 
     Raises:
         UserError: an unknown name, or an option that the optimizer does not take, and the nearest is offered; a rate,
-            beta, eps or decay that makes no sense; a switch that is neither true nor false.
+            beta, eps or decay that makes no sense, or no rate where none is known for fine-tuning; a switch that is
+            neither true nor false.
     """
     entry = _entry(config.name)
     known = _options(entry)
@@ -175,9 +176,11 @@ def resolve(config: OptimizerConfig) -> OptimizerConfig:
         known_name(option, known, f"option of {config.name}")
     kinds = _kinds(entry)
     given = {key: settings.read(kinds[key], x, f"optimizer.options.{key}") for key, x in config.options.items()}
+    if (lr := entry.finetune if finetune else entry.lr) is None and config.lr is None:
+        raise UserError(f"no rate of {config.name} is known for fine-tuning: give one with --optimizer.lr")
     full = OptimizerConfig(
         name=config.name,
-        lr=entry.lr if config.lr is None else config.lr,
+        lr=lr if config.lr is None else config.lr,
         betas=entry.betas if config.betas is None else config.betas,
         eps=config.eps,
         weight_decay=config.weight_decay,

@@ -29,7 +29,6 @@ from ..runs.summary import (
     fair_points,
     headline,
     part,
-    perplexity,
     same,
     summarize,
 )
@@ -73,7 +72,7 @@ def ranked_peaks(runs: Sequence[Summary]) -> bool:
 
 METRICS = (
     Metric("validation loss", lambda run: run.loss, ".4f", ranked_losses),
-    Metric("perplexity", lambda run: perplexity(run.loss), ",.2f", ranked_losses),
+    Metric("perplexity", lambda run: run.perplexity, ",.2f", ranked_losses),
     Metric("optimizer state (MB)", lambda run: run.bytes("state") / MB, ",.2f", equal_models),
     Metric("peak memory (MB)", lambda run: run.bytes("peak") / MB, ",.0f", ranked_peaks),
     Metric("of it before training (MB)", lambda run: run.bytes("before") / MB, ",.0f"),
@@ -216,7 +215,7 @@ def summary_csv(runs: Sequence[Summary]) -> str:
     head = ["run", "status", "optimizer", "seed", "loss", "perplexity", "tokens", "seconds", "tokens_per_second"]
     rows: list[list[Any]] = [[*head, "steps", "lr", "skipped", *(f"{name}_bytes" for name in sizes)]]
     for run in runs:
-        values = [run.loss, perplexity(run.loss), run.tokens, run.seconds, run.tokens_per_second, run.steps, run.lr]
+        values = [run.loss, run.perplexity, run.tokens, run.seconds, run.tokens_per_second, run.steps, run.lr]
         values += [len(run.skips), *(run.bytes(name) for name in sizes)]
         rows.append([run.label, run.run.status, run.optimizer, run.seed, *map(cell, values)])
     return sheet(rows)

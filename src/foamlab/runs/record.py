@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,8 @@ class Result:
         bytes: of weights, gradients, optimizer state and peak memory (`peak_of` says of what, `before` how much of it
             was held before the first step).
         sample: generated text.
+        tested: of a task: "best" (its checkpoint, step, loss and metrics) and, by split, the metrics and predictions of
+            that checkpoint on what is told once.
     """
 
     status: str
@@ -79,6 +81,7 @@ class Result:
     skipped: int
     bytes: dict[str, Any]
     sample: str
+    tested: dict[str, Any] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:
@@ -86,7 +89,8 @@ class Result:
 
     def summary(self) -> dict[str, Any]:
         """`result` of `run.json`."""
-        return {name: getattr(self, name) for name in (*ENDED, "tokens_per_second")}
+        told = {name: getattr(self, name) for name in (*ENDED, "tokens_per_second")}
+        return told | ({"tested": self.tested} if self.tested else {})
 
     @classmethod
     def of(cls, folder: Path, step: int) -> Result | None:
@@ -99,7 +103,8 @@ class Result:
             return None  # an older record, or a damaged one: the run is ended anew
         text = folder / "sample.txt"
         said = text.read_text(encoding="utf-8", errors="replace")[:-1] if text.is_file() else ""
-        return cls("done", folder, **{name: told[name] for name in ENDED}, bytes=size, sample=said)
+        return cls("done", folder, **{name: told[name] for name in ENDED}, bytes=size, sample=said,
+                   tested=told.get("tested", {}))  # fmt: skip
 
 
 class Recorder:

@@ -13,7 +13,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from ..config import Role, flat, named, of_old
+from ..config import Role, flat, named, of_old, with_newer
 from ..errors import UserError
 from ..files import read_yaml
 from .record import Run, read_run
@@ -50,6 +50,16 @@ class Summary:
     def loss(self) -> float:
         """Validation loss at the last evaluation."""
         return self.evals["loss"][-1] if self.evals["loss"] else math.nan
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Those of a task at the last evaluation."""
+        return {name: number(x) for line in self.run.lines("eval")[-1:] for name, x in line.get("values", {}).items()}
+
+    @property
+    def perplexity(self) -> float:
+        """Of the last evaluation of a language model; a task has none."""
+        return math.nan if self.settings.get("task.name") else perplexity(self.loss)
 
     @property
     def steps(self) -> float:
@@ -159,7 +169,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
         found = read_yaml(folder / "config.yaml")
     except FileNotFoundError:
         return {}
-    return flat(of_old(flat(found, 2))) if found else {}
+    return flat(with_newer(of_old(flat(found, 2)))) if found else {}
 
 
 def differing(runs: Sequence[Summary]) -> list[str]:
@@ -169,10 +179,11 @@ def differing(runs: Sequence[Summary]) -> list[str]:
 
 
 def same(runs: Sequence[Summary], *, data: bool = True, keys: Sequence[str] = ()) -> bool:
-    """Whether the runs share all of data.* (but cache and workers) and the keys; not known counts as no."""
+    """Whether the runs share all of data.* and task.* (but cache and workers) and the keys; not known counts as no."""
     if not all(run.settings for run in runs):
         return len(runs) < 2
-    names = {k for run in runs for k in run.settings if data and k.startswith("data.") and k not in NEUTRAL} | {*keys}
+    parts = ("data.", "task.") if data else ()
+    names = {k for run in runs for k in run.settings if k.startswith(parts) and k not in NEUTRAL} | {*keys}
     return not names & set(differing(runs))
 
 
@@ -257,8 +268,9 @@ def _one(arm: Arm) -> str:
     if not math.isfinite(run.loss):
         return f"{run.label} ended with a validation loss that is not finite."
     first, at = run.evals["loss"][0], run.evals["step"]
+    told = ", ".join(f"{name} {x:.3f}" for name, x in run.metrics.items()) or f"perplexity {run.perplexity:,.1f}"
     fell = f"from {first:.3f} at step {at[0]:,.0f} to {run.loss:.3f}" if len(at) > 1 else f"{run.loss:.3f}"
-    return f"{run.label}: validation loss {fell} after {run.steps:,.0f} steps (perplexity {perplexity(run.loss):,.1f})."
+    return f"{run.label}: validation loss {fell} after {run.steps:,.0f} steps ({told})."
 
 
 def _contest(ranked: list[Arm]) -> list[str]:

@@ -23,7 +23,7 @@ from .. import data, machine, models, optimizers
 from ..config import ModelConfig, OptimizerConfig, RunConfig
 from ..errors import UserError, known_name
 from ..models.language import loss_fn
-from ..settled import settle
+from ..settled import language_only, settle
 from ..training.run import train
 from ..training.step import schedule
 
@@ -275,6 +275,7 @@ def bench_train(config: RunConfig, names: Sequence[str] = LOOPS, steps: int = 40
         UserError: as `foamlab train` does; no steps.
     """
     _at_least_one(steps)
+    language_only(config, "bench")
     for name in names:  # refused before any text is read
         settle(replace(config, optimizer=OptimizerConfig(name)), torch.device("cpu"))
     off: dict[str, Any] = {"eval_every": 0, "eval_tokens": config.data.sequence, "checkpoint_every": 0, "sample": ""}

@@ -16,6 +16,7 @@ from .. import machine, models, optimizers
 from ..config import OptimizerConfig, RunConfig
 from ..memory import simulate
 from ..models.language import vocabulary_of
+from ..settled import language_only
 from ..training.step import Step
 
 
@@ -63,6 +64,7 @@ def rungs(base: RunConfig, chunk: int) -> Iterator[tuple[str, RunConfig]]:
 
 def climb(base: RunConfig, chunk: int = 128, vocabulary: int | None = None) -> Iterator[Rung]:
     """Measure each rung on the device of `base.train`; `vocabulary` None takes the model's own."""
+    language_only(base, "the memory ladder")
     device = machine.choose_device(base.train.device)
     with machine.threads(base.train.threads):
         for name, config in rungs(base, chunk):

@@ -19,6 +19,8 @@ from ..config import RunConfig
 from ..errors import UserError
 from ..memory import simulate
 from ..memory.planner import Planner
+from ..settled import open_head
+from ..tasks.objective import objective
 from ..training.step import Step
 
 SECOND = "foamlab: the second step"
@@ -63,11 +65,14 @@ def check(config: RunConfig, device: str = "cpu", vocabulary: int | None = None)
     with torch.random.fork_rng(), allocations(device) as peak:
         torch.manual_seed(settings.train.seed)
         dtype = torch.bfloat16 if settings.train.precision == "bfloat16" else torch.float32
-        model = models.build(settings.model, vocabulary, settings.data.sequence, device, dtype)
+        head = open_head(settings)
+        model = models.build(settings.model, vocabulary, settings.data.sequence, device, dtype, head=head)
         optimizer = optimizers.build(settings.optimizer, model)
-        step = Step(settings.train, model, optimizer, machine.World(torch.device(device)))
-        ids = torch.randint(plan.vocabulary, (settings.train.batch, settings.data.sequence), device=device)
-        batch = step.batch(ids, ids)
+        aim = objective(settings.task, settings.train)
+        step = Step(settings.train, model, optimizer, machine.World(torch.device(device)), aim)
+        tokens = plan.vocabulary or model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        ids = torch.randint(tokens, (settings.train.batch, settings.data.sequence), device=device)
+        batch = step.batch(*aim.of(ids))
         step(batch)
         gradients: list[int] = []
         with torch.profiler.record_function(SECOND), simulate.Tracker(plan.vocabulary) as tracker:

@@ -30,7 +30,10 @@ WEIGHTS, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json
 NAME = re.compile(r"step-(\d{8,})")
 
 
-def save(run: Path, step: int, model: nn.Module, tokenizer: Any, training: Mapping[str, Any], keep: int) -> Path:
+def save(
+    run: Path, step: int, model: nn.Module, tokenizer: Any, training: Mapping[str, Any], keep: int,
+    best: int | None = None,
+) -> Path:  # fmt: skip
     """Write a checkpoint of a Hugging Face model, then let go of all but the last `keep`; return its folder.
 
     Everything is written to a hidden folder, forced to the disk and renamed. Until then, and whatever happens, the
@@ -43,6 +46,7 @@ def save(run: Path, step: int, model: nn.Module, tokenizer: Any, training: Mappi
         tokenizer: has `save(folder)`.
         training: what else the run needs to go on; must pass `storable`.
         keep: how many checkpoints stay, at least 1.
+        best: step of a further one that stays.
 
     Raises:
         UserError: the disk is full or cannot be written; the half-written folder has been removed.
@@ -62,7 +66,8 @@ def save(run: Path, step: int, model: nn.Module, tokenizer: Any, training: Mappi
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
-    for old in [*found(run)[: -max(keep, 1)], *home.glob(".part-*"), *home.glob(".old-*")]:
+    past = [path for path in found(run)[: -max(keep, 1)] if int(path.name[5:]) != best]
+    for old in [*past, *home.glob(".part-*"), *home.glob(".old-*")]:
         shutil.rmtree(old, ignore_errors=True)
     return target
 

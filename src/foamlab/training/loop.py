@@ -18,7 +18,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from .. import data, machine, optimizers
+from .. import machine, optimizers
 from ..config import RunConfig, to_dict
 from ..errors import Diverged, UserError
 from ..files import write_atomically, writing
@@ -26,8 +26,10 @@ from ..models.language import sample
 from ..runs.provenance import circumstances
 from ..runs.record import Recorder, Result
 from ..runs.summary import perplexity
-from . import checkpoint, restoring
-from .step import Batch, Step, cut, schedule
+from ..tasks.examples import Examples
+from ..tasks.objective import Inputs, mapped, objective
+from . import checkpoint, evaluation, restoring
+from .step import Batch, Step, schedule
 
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -49,7 +51,7 @@ class Training:
     ) -> None:
         self.config, self.world, self.corpus, self.emit = config, world, corpus, emit
         self.model, self.optimizer = model, optimizer
-        self.take = Step(config.train, model, optimizer, world)
+        self.take = Step(config.train, model, optimizer, world, objective(config.task, config.train))
         self.batch: Batch | None = None  # of the next step; None after the last
         self.step = self.tokens = self.skipped = self.in_row = 0
         self.seconds = 0.0
@@ -58,6 +60,7 @@ class Training:
         self.kept: int | None = None  # step of the newest checkpoint
         self.resumable = True  # whether its checkpoints hold the optimizer's state
         self.loss: float | None = None  # of the newest evaluation
+        self.best: dict[str, Any] | None = None  # of a task's evaluations: step, merit, loss and metrics
         self.recorder: Recorder | None = None
         self.memory: machine.Memory | None = None  # from the first step on
 
@@ -80,6 +83,7 @@ class Training:
             group.update(settings)
         for name in PLACE:
             setattr(self, name, saved[name])
+        self.best = saved.get("best")
         self.kept, self.source = self.step, source
         self.good = (self.step, self.tokens, self.seconds, self.skipped)
 
@@ -91,10 +95,12 @@ class Training:
         t = self.config.train
         if self.world.rank == 0:
             size, left = self.bytes(), t.steps - self.step
-            saves = (left > 0) + (left // t.checkpoint_every if t.checkpoint_every else 0)
+            best = isinstance(self.corpus, Examples)  # of which one more stays, and an evaluation may save
+            often = [n for n in (t.checkpoint_every, t.eval_every * best) if n]
+            saves = (left > 0) + sum(left // n for n in often)
             need = size["weights"] + (size["state"] or 2 * size["weights"])  # most make their state in the first step
             have = len(checkpoint.found(folder)) if self.source else 0
-            checkpoint.check_room(folder, need * max(min(t.keep + 1, saves + have) - have, saves > 0))
+            checkpoint.check_room(folder, need * max(min(t.keep + 1 + best, saves + have) - have, saves > 0))
             folder, resume = make(), self.step if self.source else None
             self.recorder = Recorder(folder, resume=resume)
             if self.source:
@@ -118,7 +124,7 @@ class Training:
         }
         recorder.describe(status="running", **circumstances(recorder.info, self.step, hardware), **about)
         place: dict[str, Any] = {"folder": str(recorder.folder), "step": self.step, "steps": c.train.steps}
-        rate = {"tokens_per_step": c.train.batch * c.data.sequence, "hardware": recorder.info["hardware"]}
+        rate = {"tokens_per_step": c.train.batch * self.corpus.tokens_per_row, "hardware": recorder.info["hardware"]}
         self.emit({"kind": "start", **place, **rate, **about})
 
     # ------------------------------------------------------------------ the loop
@@ -142,7 +148,7 @@ class Training:
         finally:
             if self.recorder:
                 self.recorder.close(status, **fields)
-        place = {"folder": str(self.folder), "sample": result.sample}
+        place = {"folder": str(self.folder), "sample": result.sample, "tested": result.tested}
         self.emit({"kind": "end", "status": status, **place, **fields})
         return result
 
@@ -209,25 +215,20 @@ class Training:
             f"lower --optimizer.lr or --train.clip, raise --train.warmup, or use --train.precision float32{how}"
         )
 
-    @torch.no_grad()
     def evaluate(self) -> None:
-        """Mean loss a token over the first `eval_tokens` of the validation split: the same rows each time."""
-        t, world, length = self.config.train, self.world, self.config.data.sequence
-        rows = min(max(t.eval_tokens // length, 1), self.corpus.rows("validation")) if t.eval_tokens else 0
-        if not rows:
+        """Mean loss, and the metrics of a task, over the validation split: the same rows each time."""
+        if (found := evaluation.validate(self)) is None:
             return
-        self.model.eval()
-        total = torch.zeros(2, dtype=torch.float64, device=world.device)
-        for k in range(-(-rows // t.batch)):
-            first = k * t.batch + world.rank * (t.batch // world.size)
-            for ids, labels in cut(*self.rows("validation", k, rows - first), t.micro_batch):
-                total[0] += self.take.loss(self.model, ids, labels)
-                total[1] += (labels != data.IGNORED).sum()
-        self.model.train()
-        loss, tokens = world.sum(total).tolist()
-        self.loss = loss / max(tokens, 1)
-        line = {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 4), "loss": self.loss}
-        self.log("eval", {**line, "perplexity": perplexity(self.loss)})
+        self.loss, metrics = found
+        line: dict[str, Any] = {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 4)}
+        if isinstance(self.corpus, Examples):
+            self.log("eval", {**line, "loss": self.loss, "values": metrics})
+            merit = self.corpus.merit(self.loss, metrics)
+            if self.best is None or merit > self.best["merit"]:
+                self.best = {"step": self.step, "merit": merit, "loss": self.loss, **metrics}
+                self.save()
+        else:
+            self.log("eval", {**line, "loss": self.loss, "perplexity": perplexity(self.loss)})
 
     # ------------------------------------------------------------------ data
 
@@ -236,14 +237,16 @@ class Training:
         last = step >= self.config.train.steps
         self.batch = None if last else self.take.batch(*self.rows("train", step))
 
-    def rows(self, split: data.Split, step: int, most: int | None = None) -> tuple[Tensor, Tensor]:
-        """(input ids, labels) of this process' share of a batch (at most `most` rows), on the device."""
-        world = self.world
-        arrays = self.corpus.batch(split, step, self.config.train.batch, world.rank, world.size)
-        ids, labels = (torch.from_numpy(x)[: max(most, 0) if most is not None else None] for x in arrays)
-        if world.device.type == "cuda":
-            ids, labels = (x.pin_memory().to(world.device, non_blocking=True) for x in (ids, labels))
-        return ids, labels
+    def rows(self, split: str, step: int, most: int | None = None) -> tuple[Inputs, Tensor]:
+        """(inputs, labels) of this process' share of a batch (at most `most` rows), on the device."""
+        device, cut = self.world.device, slice(None if most is None else max(most, 0))
+
+        def placed(x: Any) -> Tensor:
+            here = torch.from_numpy(x)[cut]
+            return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
+
+        inputs, labels = self.corpus.batch(split, step, self.config.train.batch, self.world.rank, self.world.size)
+        return mapped(placed, inputs), placed(labels)
 
     def seed(self, step: int) -> None:
         """Dropout and the like depend on seed, step and process alone."""
@@ -299,16 +302,21 @@ class Training:
             self.resumable = False
             self.emit({"kind": "note", "message": f"the checkpoint will not resume: {remark}"})
         training = {name: getattr(self, name) for name in PLACE} | {"optimizer": state, "remark": remark}
+        training |= {"best": self.best} if self.best else {}
         training |= {"config": json.dumps(to_dict(self.config)), "data": self.corpus.key, "digest": self.corpus.digest}
         self.recorder.sync()
         keep, tokenizer = self.config.train.keep, self.corpus.tokenizer
-        path = checkpoint.save(self.folder, self.step, self.model, tokenizer, training, keep)
+        spare = self.best["step"] if self.best else None
+        path = checkpoint.save(self.folder, self.step, self.model, tokenizer, training, keep, spare)
         self.emit({"kind": "save", "step": self.step, "path": str(path), "seconds": time.perf_counter() - begin})
 
     def result(self, finished: bool) -> Result:
-        """The end of the run; a finished one writes a sample."""
+        """The end of the run; a finished one writes a sample, or tests its best checkpoint."""
         size, text, prompt = self.bytes(), "", self.config.train.sample
-        if finished and prompt and self.recorder:
+        tested: dict[str, Any] = {}
+        if isinstance(self.corpus, Examples):
+            tested = evaluation.conclude(self) if finished else {}
+        elif finished and prompt and self.recorder:
             text = sample(self.model, self.corpus.tokenizer, prompt, self.config)
             with writing(self.folder):
                 write_atomically(self.folder / "sample.txt", text + "\n")
@@ -317,10 +325,11 @@ class Training:
             folder=self.folder,
             step=self.step,
             loss=self.loss,
-            perplexity=None if self.loss is None else perplexity(self.loss),
+            perplexity=None if self.loss is None or self.config.task.name else perplexity(self.loss),
             tokens=self.tokens,
             seconds=self.seconds,
             skipped=self.skipped,
             bytes=size,
             sample=text,
+            tested=tested,
         )

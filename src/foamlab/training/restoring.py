@@ -57,6 +57,10 @@ def check(saved: Any, file: Path) -> dict[str, Any]:
     for name, fits in FIELDS.items():
         if not fits(saved[name]):
             raise _wrong(file, f"{name} is {_short(saved[name])}")
+    best = saved.get("best")
+    known = isinstance(best, dict) and _count(best.get("step")) and type(best.get("merit")) is float
+    if best is not None and not known:
+        raise _wrong(file, f"best is {_short(best)}")
     if not saved["in_row"] <= saved["skipped"] <= saved["step"]:
         raise _wrong(file, f"{saved['skipped']} of {saved['step']} steps are skipped, {saved['in_row']} in a row")
     settings = parse_json(saved["config"], f"the settings in {file}")

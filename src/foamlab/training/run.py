@@ -5,10 +5,12 @@ The loop itself is `loop.py`. Nothing is printed here: see `on_event`.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import data, machine, models, optimizers
-from ..config import RULE_OF_OLD, Role, RunConfig, differences, flat, named, to_dict
+from ..config import RULE_OF_OLD, Role, RunConfig, differences, flat, named, to_dict, with_newer
 from ..errors import UserError
 from ..files import LOCK, lock
 from ..memory import advise
@@ -25,6 +27,8 @@ from ..models.language import check_head
 from ..runs.tensorboard import listening
 from ..settled import Settled, check, settle
 from ..signals import stop_requests
+from ..tasks import examples
+from ..tasks.examples import Examples
 from . import checkpoint, restoring
 from .loop import OnEvent, Result, Training
 
@@ -62,6 +66,9 @@ def train(config: RunConfig, *, resume: Path | None = None, on_event: OnEvent = 
         else:
             folder, source = checkpoint.find(resume)
             saved, was = old(source, config)
+            if t.epochs and flat(was, 2).get("train.epochs") == t.epochs:  # which came to these steps
+                t = replace(t, steps=flat(was, 2)["train.steps"])
+                config = replace(config, train=t)
             run = settle(config, world.device, world.size, flat(was, 2).get("data.version", 1))
         tell(run, emit)
         if saved is not None and source is not None:
@@ -98,31 +105,46 @@ def tell(run: Settled, emit: OnEvent) -> None:
         emit({"kind": "prepare", "stage": "warning", "message": run.warning})
 
 
-def with_text(run: Settled, world: machine.World, emit: OnEvent) -> tuple[Settled, data.Corpus]:
-    """The run with its text, from which its vocabulary is known.
+def with_text(run: Settled, world: machine.World, emit: OnEvent) -> tuple[Settled, data.Corpus | Examples]:
+    """The run with its text, from which its vocabulary, head and steps are known.
 
     Raises:
         UserError: no text, too little of it, or a run that does not fit the memory. What cannot fit with the smallest
             vocabulary it may get need not read its text.
     """
-    t = run.config.train
-    said = advise.preflight(run) if t.steps else ""
-    with world.first():  # one process builds the token cache, the others read it
-        corpus = data.prepare(run.config.data, t.seed, lambda event: emit({**event, "kind": "prepare"}))
-    if t.steps:
+    t, task = run.config.train, bool(run.config.task.name)
+    trains = bool(t.steps or t.epochs)
+    corpus: data.Corpus | Examples
+    said = advise.preflight(run) if trains and not task else ""
+    if task:
+        corpus = examples.prepare(run.config, lambda event: emit({**event, "kind": "prepare"}))
+    else:
+        with world.first():  # one process builds the token cache, the others read it
+            corpus = data.prepare(run.config.data, t.seed, lambda event: emit({**event, "kind": "prepare"}))
+    now = known(run, corpus)
+    if now.config.train.steps:
         corpus.batch("train", 0, t.batch)  # a corpus smaller than a batch is refused before anything is written
-    known = run.knowing(corpus.vocab_size)
-    if t.steps and known is not run:
-        said = advise.preflight(known)
+    if trains and (task or now is not run):
+        said = advise.preflight(now.rows_of(corpus.longest) if isinstance(corpus, Examples) else now)
     if said:
         emit({"kind": "note", "message": said})
-    return known, corpus
+    return now, corpus
+
+
+def known(run: Settled, corpus: data.Corpus | Examples) -> Settled:
+    """The run with the vocabulary, head and steps that its text gives."""
+    t = run.config.train
+    run = run.knowing(corpus.vocab_size, corpus.head if isinstance(corpus, Examples) else None)
+    if not t.epochs:
+        return run
+    t = replace(t, steps=math.ceil(t.epochs * corpus.rows("train") / t.batch))
+    return replace(run, config=replace(run.config, train=t))
 
 
 def real(run: Settled, seed: int) -> tuple[nn.Module, Optimizer]:
     """The run's model and optimizer on its device."""
     c = run.config
-    model = models.build(c.model, run.vocabulary, c.data.sequence, run.device, run.dtype, seed)
+    model = models.build(c.model, run.vocabulary, c.data.sequence, run.device, run.dtype, seed, None, run.head)
     if c.train.chunked_loss:
         check_head(model)
     return model, optimizers.build(c.optimizer, model)
@@ -143,7 +165,7 @@ def old(source: Path, config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]
 
 def changes(old: dict[str, Any], new: dict[str, Any], source: Path) -> Iterable[str]:
     """Remarks on settings that differ from those of the checkpoint `source`; UserError if it is another run's."""
-    changed = differences(flat(old, 2), flat(new, 2))
+    changed = differences(with_newer(flat(old, 2)), flat(new, 2))
     for key, (was, now) in changed.items():
         if key in named(Role.FIXED):
             raise UserError(f"{source} was made with {key} {was!r}, this run has {now!r}: "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -19,20 +20,23 @@ from torch.optim import Optimizer
 from torchfoam import FOAM, GradientRelease
 
 from ..config import TrainConfig
-from ..data import IGNORED
 from ..machine import World, parallel
-from ..models.language import loss_fn
+from ..tasks.objective import Inputs, LanguageModelling, Objective, mapped
+
+DECAY = 0.2  # share of the steps, after the warm-up, in which the rate of `wsd` falls
 
 
 class Batch(NamedTuple):
-    """This process' share of a batch: (input ids, labels) of each micro-batch, and the tokens of all shares."""
+    """This process' share of a batch: (inputs, labels) of each micro-batch, and of all shares together what the mean
+    loss is taken over (`terms`: tokens or examples) and the tokens."""
 
-    pieces: list[tuple[Tensor, Tensor]]
+    pieces: list[tuple[Inputs, Tensor]]
+    terms: Tensor
     tokens: Tensor
 
 
 class Taken(NamedTuple):
-    """What came of a step, alike on all processes: mean loss a token, norm of all gradients before clipping, tokens,
+    """What came of a step, alike on all processes: mean loss a term, norm of all gradients before clipping, tokens,
     whether a process was asked to stop, and why the step was skipped ("": it was not)."""
 
     loss: float
@@ -49,10 +53,19 @@ class Step:
         train: the settings, precision resolved.
         model, optimizer: on the device of this process.
         world: the processes that share each batch.
+        objective: what is minimized; language modelling if it is not given.
     """
 
-    def __init__(self, train: TrainConfig, model: nn.Module, optimizer: Optimizer, world: World) -> None:
+    def __init__(
+        self,
+        train: TrainConfig,
+        model: nn.Module,
+        optimizer: Optimizer,
+        world: World,
+        objective: Objective | None = None,
+    ) -> None:
         self.train, self.optimizer, self.world = train, optimizer, world
+        self.objective: Objective = objective or LanguageModelling(train.chunked_loss)
         self.release = release(train, optimizer)
         self.parallel: nn.Module = parallel(model) if world.size > 1 else model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -80,9 +93,9 @@ class Step:
         facts = torch.stack([mine, (~norm.isfinite()).double(), torch.full_like(mine, float(asked()))])
         meanwhile()
         # the only wait of a step: whether it may be taken must be known first, and alike on all processes
-        facts = torch.cat([self.world.sum(facts), torch.stack([norm.double(), batch.tokens])])
-        loss, bad, stop, size, tokens = facts.tolist()
-        loss /= max(tokens, 1)
+        facts = torch.cat([self.world.sum(facts), torch.stack([norm.double(), batch.terms, batch.tokens])])
+        loss, bad, stop, size, terms, tokens = facts.tolist()
+        loss /= max(terms, 1)
         why = f"the loss is {loss}" if not math.isfinite(loss) else "the gradient is not finite" if bad else ""
         if not why:
             clip(self.train, self.parameters, norm, size)
@@ -92,30 +105,29 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         return Taken(loss, size, int(tokens), stop > 0, why)
 
-    def batch(self, ids: Tensor, labels: Tensor) -> Batch:
-        """This process' share of a batch, cut into micro-batches; its tokens are summed over all processes."""
-        pieces = cut(ids, labels, self.train.micro_batch)
-        tokens = sum((y != IGNORED).sum(dtype=torch.float64) for _, y in pieces)
-        return Batch(pieces, self.world.sum(torch.as_tensor(tokens)))
+    def batch(self, inputs: Inputs, labels: Tensor) -> Batch:
+        """This process' share of a batch, cut into micro-batches; terms and tokens are summed over all processes."""
+        counts = torch.stack([self.objective.terms(labels).double(), self.objective.tokens(inputs, labels).double()])
+        return Batch(cut(inputs, labels, self.train.micro_batch), *self.world.sum(counts).unbind())
 
     def backward(self, batch: Batch) -> Tensor:
-        """Gradients of the mean loss over all processes' tokens; returns the loss summed over this one's (float64)."""
-        total = batch.tokens.new_zeros(())
-        scale = self.world.size / batch.tokens.clamp(min=1)  # DistributedDataParallel takes the mean over processes
-        for k, (ids, labels) in enumerate(batch.pieces, 1):
+        """Gradients of the mean loss over all processes' terms; returns the loss summed over this one's (float64)."""
+        total = batch.terms.new_zeros(())
+        scale = self.world.size / batch.terms.clamp(min=1)  # DistributedDataParallel takes the mean over processes
+        for k, (inputs, labels) in enumerate(batch.pieces, 1):
             more: Any = self.parallel.no_sync if self.world.size > 1 and k < len(batch.pieces) else nullcontext
             with more():
-                loss = self.loss(self.parallel, ids, labels)
+                loss, _ = self.loss(self.parallel, inputs, labels)
                 if not self.release or loss.isfinite():  # what is not finite must not reach the weights
                     (loss * scale).backward()
             total += loss.detach()
         return total
 
-    def loss(self, model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
-        """Cross entropy summed over the tokens, in the run's precision."""
+    def loss(self, model: nn.Module, inputs: Inputs, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The objective's loss, summed over the terms, and its predictions, in the run's precision."""
         mixed = self.train.precision == "mixed"
         with torch.autocast(self.world.device.type, torch.bfloat16, enabled=mixed):
-            return loss_fn(model, ids, labels, self.train.chunked_loss)
+            return self.objective.loss(model, inputs, labels)
 
     def rate(self, factor: float) -> None:
         """Set each group's learning rate to `factor` of its own."""
@@ -126,23 +138,34 @@ class Step:
                 group["lr"] = lr * factor
 
 
-def cut(ids: Tensor, labels: Tensor, rows: int) -> list[tuple[Tensor, Tensor]]:
-    """(input ids, labels) in pieces of `rows` rows; 0 is all at once."""
-    rows = rows or max(len(ids), 1)
-    return [(x, y) for x, y in zip(ids.split(rows), labels.split(rows)) if len(x)]
+def cut(inputs: Inputs, labels: Tensor, rows: int) -> list[tuple[Inputs, Tensor]]:
+    """(inputs, labels) in pieces of `rows` rows; 0 is all at once."""
+    rows = rows or max(len(labels), 1)
+    parts = [slice(i, i + rows) for i in range(0, len(labels), rows)]
+    return [(mapped(itemgetter(part), inputs), labels[part]) for part in parts]
 
 
 def schedule(step: int, t: TrainConfig) -> float:
-    """Learning rate of step 0, 1, ... relative to its peak: a rising line, then a cosine down to `final`.
+    """Learning rate of step 0, 1, ... relative to its peak: a rising line, then `train.schedule` down to `final`.
 
-    w = round(warmup * steps)
-    (step + 1) / w                                                       step < w, so step w - 1 is the peak
-    final + (1 - final) / 2 * (1 + cos(pi (step - w + 1) / (steps - w)))       then; the last step is `final`
+    w = round(warmup * steps),  x = (step - w + 1) / (steps - w),  d = DECAY
+    (step + 1) / w                                       step < w, so step w - 1 is the peak
+    final + (1 - final) / 2 * (1 + cos(pi x))            then, cosine: the last step is `final`
+    final + (1 - final) * (1 - x)                        linear
+    1                                                    constant
+    final + (1 - final) * min(1, (1 - x) / d)            wsd
     """
     w = round(t.warmup * t.steps)
     if step < w:
         return (step + 1) / w
-    return t.final + (1 - t.final) / 2 * (1 + math.cos(math.pi * (step - w + 1) / (t.steps - w)))
+    k, n = step - w + 1, t.steps - w
+    falls = {
+        "cosine": (1 + math.cos(math.pi * k / n)) / 2,
+        "linear": 1 - k / n,
+        "constant": 1.0,
+        "wsd": min(1.0, (1 - k / n) / DECAY),
+    }
+    return t.final + (1 - t.final) * falls[t.schedule]
 
 
 def clip(t: TrainConfig, parameters: list[nn.Parameter], norm: Tensor, size: float) -> None:
