@@ -2,7 +2,7 @@
 
 Exact: weights, gradients and optimizer state, counted on the real model and optimizer on the meta device. Simulated:
 what the passes and the step need besides (`simulate.py`). Assumed: the CUDA context and the allocator's slack.
-What fits a card is `fit.py`'s to find; predictions are held against real steps by `calibrate.py`.
+What fits a card is `advise.py`'s to find; predictions are held against real steps by `studies/plan_check.py`.
 """
 
 from __future__ import annotations
