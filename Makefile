@@ -36,7 +36,7 @@ test-gpu: install  ## tests that need a CUDA device
 sanitize: install  ## the CPU kernel's tests under the address and undefined-behaviour sanitizers (needs gcc)
 	CC=gcc CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -g" ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so.6)" \
-	$(BIN)/python -m pytest -s tests/test_cpu_kernel.py -k "not build"
+	$(BIN)/python -m pytest -s tests/test_cpu_kernel.py
 
 clean:           ## remove .venv and caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache

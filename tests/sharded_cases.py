@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sharded_checkpoints import CHECKPOINTS
 from sharded_models import MODELS, WORLD, mesh_of
 from torchfoam import FOAM
 
@@ -37,7 +38,7 @@ STATES = ("float32", "bfloat16", "int8")
 RULES = ("adam", "mini", "muon")
 # rows for four, for fewer (empty shards), columns cut between blocks of 4 and groups of 32, ragged, a stack, a filter
 SHAPES: tuple[tuple[int, ...], ...] = ((8, 512), (3, 12), (7, 21), (3, 5, 16), (6, 2, 3, 3), (9,))
-CASES: dict[str, Callable[[], None]] = {**MODELS}
+CASES: dict[str, Callable[[], None]] = {**MODELS, **CHECKPOINTS}
 
 
 def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -53,7 +54,7 @@ def equal(a: Tensor, b: Tensor, what: Any) -> None:
 
 
 def whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if hasattr(x, "full_tensor") else x  # type: ignore[operator]
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 # ---------------------------------------------------------------------- how a weight can be cut

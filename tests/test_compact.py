@@ -122,7 +122,7 @@ def test_mini_is_adam_with_the_rows_mean_square_and_no_residual_under_the_root()
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 def test_muon_at_level_0_is_torchs(dtype: torch.dtype, shape: tuple, nesterov: bool, adjust: str) -> None:
     ours, theirs = (nn.Parameter(numbers(*shape, dtype=dtype)) for _ in range(2))
-    settings = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov, "eps": 1e-7}
+    settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov, "eps": 1e-7}
     muon = torch.optim.Muon([theirs], adjust_lr_fn=adjust, **settings)
     opt = FOAM([{"params": [ours], "level": 0, "rule": "muon"}], adjust_lr=adjust, **settings)
     for t in range(5):
@@ -232,7 +232,7 @@ def test_resume_repeats_every_bit(rule: str, state: str, dtype: torch.dtype) -> 
 
     def run(cut: int | None) -> list[Tensor]:
         w = nn.Parameter(numbers(6, 70, dtype=dtype))
-        options = {"rule": rule, "level": 2, "state": state, "seed": 9}
+        options: dict[str, Any] = {"rule": rule, "level": 2, "state": state, "seed": 9}
         opt = FOAM([w], lr=1e-3, **options)
         for t in range(6):
             if t == cut:
