@@ -192,7 +192,7 @@ INLINE void encode(uint8_t *out, uint8_t *exponents, const float *x, long count,
         exponents[n] = top >> 4;
         if (__builtin_expect(top < (is_signed ? 432 : 240) || top >= 4080, 0)) others[waiting++] = n;
         /* code 1 of a first moment: what lies below becomes it with the odds that keep the mean, or zero */
-        const vf unit = (vf)((vi){0} + ((base - 111) << 19)) * 0x1p-19f;
+        const vf unit = (vf)((vi){0} + (int32_t)((uint32_t)(base - 111) << 19)) * 0x1p-19f;
         for (int i = 0; i < PARTS; i++) {
             if (is_signed) {
                 vi a = size[i].a > unit * __builtin_convertvector((vi)random[i].a, vf);
