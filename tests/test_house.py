@@ -93,6 +93,11 @@ def test_the_library_needs_torch_and_nothing_else() -> None:
             assert outside <= {"torch"} | ({"triton"} if "triton" in path else set()), f"{path} imports {outside}"
 
 
+@pytest.mark.parametrize("package", ["torchfoam", "foamlab"])
+def test_who_uses_it_sees_its_types(package: str) -> None:
+    assert (SOURCE / package / "py.typed").is_file()  # without it mypy takes all of an installed package for Any
+
+
 def test_the_lab_enters_the_library_by_its_door() -> None:
     for parts in files("foamlab").values():
         for path, tree in parts:

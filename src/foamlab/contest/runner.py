@@ -25,7 +25,7 @@ import yaml
 from .. import data, machine, optimizers
 from ..config import RunConfig, differences, flat, to_dict
 from ..errors import UserError
-from ..files import await_release, lock, make_folder
+from ..files import LOCK, await_release, lock, make_folder
 from ..runs.provenance import cores, now
 from ..runs.stats import MARGIN
 from ..settled import settle
@@ -49,15 +49,25 @@ def start(contest: Contest, folder: Path, jobs: int = 0, on_event: OnEvent = lam
     Raises:
         UserError: the folder exists and holds more than a contest killed at its beginning, or what `resume` raises.
     """
-    if folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= {"config.yaml"}):
-        raise UserError(f"{folder} exists already: choose another --out, or resume it with --resume {folder}")
+    _check_free(folder)
     _try_all(contest)
     make_folder(folder)
-    # so that --resume finds the settings where it finds those of a run
-    (folder / "config.yaml").write_text(yaml.safe_dump(to_dict(contest.config), sort_keys=False), encoding="utf-8")
-    # nothing runs yet: should the text not be there, --resume goes on from here
-    write(folder, {**contest.as_dict(), "status": "interrupted", "command": shlex.join(sys.argv), "started": now()})
-    return resume(folder, jobs, on_event)
+    held = lock(folder)
+    try:
+        _check_free(folder)  # again: another process may have begun, and even ended, a contest there meanwhile
+        # so that --resume finds the settings where it finds those of a run
+        (folder / "config.yaml").write_text(yaml.safe_dump(to_dict(contest.config), sort_keys=False), encoding="utf-8")
+        # nothing runs yet: should the text not be there, --resume goes on from here
+        write(folder, {**contest.as_dict(), "status": "interrupted", "command": shlex.join(sys.argv), "started": now()})
+        return _finish(folder, jobs, on_event)
+    finally:
+        held.release()
+
+
+def _check_free(folder: Path) -> None:
+    """Raise UserError for a folder that holds more than what a contest killed at its beginning leaves."""
+    if folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= {"config.yaml", LOCK}):
+        raise UserError(f"{folder} exists already: choose another --out, or resume it with --resume {folder}")
 
 
 def go_on(
@@ -94,38 +104,44 @@ def resume(folder: Path, jobs: int = 0, on_event: OnEvent = lambda event: None) 
     Raises:
         UserError: no contest there, another process runs it, or a run failed for a reason that a user can fix.
     """
+    read(folder)  # where there is none, no lock is left either
+    held = lock(folder)
+    try:
+        return _finish(folder, jobs, on_event)
+    finally:
+        held.release()
+
+
+def _finish(folder: Path, jobs: int, on_event: OnEvent) -> dict[str, Any]:
+    """`resume`, by the process that holds the folder's lock: nobody else writes what is read here."""
     kept = read(folder)
     contest = Contest.from_dict(kept)
     _resolve(contest)
     if kept["status"] != "done":
         same_library(folder, [arm.label for arm in contest.arms if optimizers.ours(arm.optimizer)])
-    held = lock(folder)
+    _, warning = data.settle(contest.config)
+    if warning:
+        on_event({"kind": "prepare", "stage": "warning", "message": warning})
+    corpus = data.prepare(contest.config.data, contest.seeds[0], lambda e: on_event({**e, "kind": "prepare"}))
+    text = corpus.key
+    if kept.get("data", text) != text:
+        raise UserError(f"{contest.config.data.name} has other text than when {folder} was begun: start anew")
+    kept = {**kept, "status": "running", "data": text}
+    write(folder, kept)
+    for path in folder.glob("*/*/run.json"):
+        if not outcome(path.parent).over:
+            await_release(path.parent)
+        if outcome(path.parent).over:  # a kill may have come before this was done
+            tidy(path.parent)
+    runner = Runner(contest, folder, text, jobs, on_event)
     try:
-        _, warning = data.settle(contest.config)
-        if warning:
-            on_event({"kind": "prepare", "stage": "warning", "message": warning})
-        corpus = data.prepare(contest.config.data, contest.seeds[0], lambda e: on_event({**e, "kind": "prepare"}))
-        text = corpus.key
-        if kept.get("data", text) != text:
-            raise UserError(f"{contest.config.data.name} has other text than when {folder} was begun: start anew")
-        kept = {**kept, "status": "running", "data": text}
-        write(folder, kept)
-        for path in folder.glob("*/*/run.json"):
-            if not outcome(path.parent).over:
-                await_release(path.parent)
-            if outcome(path.parent).over:  # a kill may have come before this was done
-                tidy(path.parent)
-        runner = Runner(contest, folder, text, jobs, on_event)
-        try:
-            finished = runner.run()
-        finally:
-            kept = {**kept, "status": "interrupted", "ended": now(), **standings(folder, kept)}
-            write(folder, kept)
-        if finished:
-            kept["status"] = "done"
-            write(folder, kept)
+        finished = runner.run()
     finally:
-        held.release()
+        kept = {**kept, "status": "interrupted", "ended": now(), **standings(folder, kept)}
+        write(folder, kept)
+    if finished:
+        kept["status"] = "done"
+        write(folder, kept)
     return kept
 
 
