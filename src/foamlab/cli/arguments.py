@@ -196,6 +196,10 @@ def recipe(name: str) -> Path:
         )
     if path.suffix in YAML:
         raise UserError(f"no such file: {name}; `foamlab train demo --print_config > {name}` writes one to start from")
+    from ..models.presets import MODELS
+
+    if name in MODELS:
+        raise UserError(f"{name} is a model, not a recipe: give --model.name {name}; `foamlab presets` lists recipes")
     return known[known_name(name, sorted(known, key=len), "preset")]  # the plainest first
 
 

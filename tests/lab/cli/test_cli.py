@@ -142,6 +142,7 @@ def test_a_settings_file_cannot_run_code(desk: Path, capsys: pytest.CaptureFixtu
 WRONG = {
     "trian": r"unknown command 'trian': did you mean train\?",
     "train dem": r"unknown preset 'dem': did you mean demo\?",
+    "train llama-1m": r"llama-1m is a model, not a recipe: give --model.name llama-1m",
     "train nope.yaml": r"no such file: nope\.yaml",
     "train --train.stepz 3": r"unknown setting --train\.stepz: did you mean --train\.steps\?",
     "train --dryrun": r"did you mean --dry_run\?",
