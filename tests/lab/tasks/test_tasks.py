@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_finetune import config, home, sentences, write  # noqa: F401, the fixture
+from labelled import config, sentences, write
 
 from foamlab.config import TaskConfig, TrainConfig
 from foamlab.errors import UserError
@@ -122,7 +122,7 @@ JUDGED = {
 
 
 @pytest.mark.parametrize("task", GLUE)
-def test_glue_in_its_own_files(home: Path, tmp_path: Path, task: str) -> None:  # noqa: F811
+def test_glue_in_its_own_files(home: Path, tmp_path: Path, task: str) -> None:
     for name, lines in GLUE[task].items():
         (tmp_path / name).write_text("\n".join(lines) + "\n")
     c = config(home, tmp_path / "run", task=task, steps=1, batch=2)
@@ -149,7 +149,7 @@ def test_glue_in_its_own_files(home: Path, tmp_path: Path, task: str) -> None:  
     assert ("validation_mismatched" in tested) == (task == "mnli")
 
 
-def test_predictions_stand_in_the_order_of_the_file(home: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_predictions_stand_in_the_order_of_the_file(home: Path, tmp_path: Path) -> None:
     rows = prepare(config(home, tmp_path))
     said = rows.gold["test"].astype(float)
     lines = predictions.write(tmp_path, rows, "test", said).read_text().splitlines()[1:]
@@ -160,7 +160,7 @@ def test_predictions_stand_in_the_order_of_the_file(home: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", [".csv", ".tsv", ".json", ".jsonl.gz"])
-def test_every_kind_of_table_gives_the_same_rows(home: Path, tmp_path: Path, kind: str) -> None:  # noqa: F811
+def test_every_kind_of_table_gives_the_same_rows(home: Path, tmp_path: Path, kind: str) -> None:
     import csv
     import gzip
 
@@ -188,7 +188,7 @@ def test_every_kind_of_table_gives_the_same_rows(home: Path, tmp_path: Path, kin
     )
 
 
-def test_a_folder_brings_its_own_splits(home: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_folder_brings_its_own_splits(home: Path, tmp_path: Path) -> None:
     for ours, name in (("train", "train"), ("dev", "dev"), ("test", "test")):
         shutil.copy(home / f"{ours}.jsonl", tmp_path / f"{name}.jsonl")
     c = config(home, tmp_path)
@@ -226,7 +226,7 @@ FINE = {"text": "a fine film", "label": "good"}
         ([FINE] * 3, {"test": "notes.txt"}, "notes.txt is no table"),
     ],
 )
-def test_bad_rows_are_told_by_file_and_row(home: Path, tmp_path: Path, rows: Any, changes: Any, why: str) -> None:  # noqa: F811
+def test_bad_rows_are_told_by_file_and_row(home: Path, tmp_path: Path, rows: Any, changes: Any, why: str) -> None:
     write(tmp_path / "train.jsonl", rows)
     shutil.copy(home / "dev.jsonl", tmp_path / "dev.jsonl")
     (tmp_path / "notes.txt").write_text("no table")
@@ -240,7 +240,7 @@ def test_bad_rows_are_told_by_file_and_row(home: Path, tmp_path: Path, rows: Any
     assert "\n" not in str(raised.value) and not (tmp_path / "run").exists()
 
 
-def test_a_broken_file_is_told_by_its_row(home: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_broken_file_is_told_by_its_row(home: Path, tmp_path: Path) -> None:
     c = config(home, tmp_path / "run")
     c.task = TaskConfig("classify")
     for name, text, why in (
@@ -254,7 +254,7 @@ def test_a_broken_file_is_told_by_its_row(home: Path, tmp_path: Path) -> None:  
             prepare(c)
 
 
-def test_few_bad_rows_are_left_out_and_said_but_none_of_a_test(home: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_few_bad_rows_are_left_out_and_said_but_none_of_a_test(home: Path, tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [*sentences(200), {"text": " ", "label": "good"}])
     write(tmp_path / "test.jsonl", [{"text": "a film"}, {"text": ""}])
     c = config(home, tmp_path)
@@ -264,7 +264,7 @@ def test_few_bad_rows_are_left_out_and_said_but_none_of_a_test(home: Path, tmp_p
     assert rows.rows("test") == 2 and not rows.labelled("test")
 
 
-def test_models_that_cannot_be_fine_tuned_are_refused(home: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_models_that_cannot_be_fine_tuned_are_refused(home: Path, tmp_path: Path) -> None:
     def refused(why: str, **about: Any) -> None:
         shutil.copytree(home / "bert", tmp_path / "model", dirs_exist_ok=True)
         kept = json.loads((tmp_path / "model" / "config.json").read_text())
@@ -287,7 +287,7 @@ def test_models_that_cannot_be_fine_tuned_are_refused(home: Path, tmp_path: Path
         train(c)
 
 
-def test_a_head_that_comes_along_is_kept(home: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_head_that_comes_along_is_kept(home: Path, tmp_path: Path) -> None:
     best = train(config(home, tmp_path / "one", steps=2)).tested["best"]["checkpoint"]
     c = config(home, tmp_path / "two", steps=0)
     c.model.name = best
