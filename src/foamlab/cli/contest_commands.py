@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,15 @@ def given(command: Callable[..., int], values: Mapping[str, Any]) -> bool:
     return any(values[name] != flags[name] for name in flags.keys() - {"config", "jobs", "resume"})
 
 
+def to_resume(command: str, folder: Path, jobs: int) -> str:
+    """The command line that resumes a contest, as a shell takes it.
+
+    >>> to_resume("compare", Path("my runs"), 2)
+    "foamlab compare --resume 'my runs' --jobs 2"
+    """
+    return shlex.join(["foamlab", command, "--resume", str(folder), *(["--jobs", str(jobs)] if jobs else [])])
+
+
 def run(command: str, config: RunConfig, begin: Callable[[], Any], changed: bool, jobs: int, resume: str) -> int:
     """Run a contest, new or resumed, show its results and write its page; the exit code.
 
@@ -82,6 +92,5 @@ def run(command: str, config: RunConfig, begin: Callable[[], Any], changed: bool
             end = runner.start(begin(), folder, jobs, on_event)
     interrupted = end["status"] == "interrupted"
     written = [folder / FILE, *report([folder], folder / "report.html")]
-    again = f"foamlab {command} --resume {folder}" + (f" --jobs {jobs}" if jobs else "")
-    tell(end, written, again if interrupted else "")
+    tell(end, written, to_resume(command, folder, jobs) if interrupted else "")
     return INTERRUPTED if interrupted else 0
