@@ -96,8 +96,11 @@ def test_memory_counts_from_its_own_beginning() -> None:
     memory = machine.Memory(torch.device("cpu"))
     assert memory.of == "process, resident" and memory.before < full - 0.8 * 120e6
     assert memory.added() < 20e6
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    drift = pages * os.sysconf("SC_PAGESIZE") - memory.before  # the system may have taken back pages of libraries
     block = bytearray(50 << 20)
-    assert 50e6 < memory.added() < 80e6 and memory.peak() - memory.before == memory.added()
+    assert drift + 50e6 < memory.added() < max(drift, 0) + 80e6
+    assert memory.added() == max(0, memory.peak() - memory.before)
     del block, pin
 
 
