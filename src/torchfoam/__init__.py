@@ -23,4 +23,4 @@ __all__ = [
     "to_adamw",
     "unfold",
 ]
-__version__ = "0.2.0"
+__version__ = "0.3.0"
