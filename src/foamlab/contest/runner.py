@@ -104,7 +104,7 @@ def resume(folder: Path, jobs: int = 0, on_event: OnEvent = lambda event: None) 
     Raises:
         UserError: no contest there, another process runs it, or a run failed for a reason that a user can fix.
     """
-    read(folder)  # where there is none, no lock is left either
+    _resolve(Contest.from_dict(read(folder)))  # what is no contest is refused before a lock is left there
     held = lock(folder)
     try:
         return _finish(folder, jobs, on_event)
