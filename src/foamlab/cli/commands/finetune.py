@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from ...config import RunConfig
 from ...errors import UserError
-from ..command import INTERRUPTED, Command
+from ..command import Command
+from .train import begin
 
 
 def finetune(config: RunConfig, resume: str = "", dry_run: bool = False) -> int:
@@ -22,19 +20,7 @@ def finetune(config: RunConfig, resume: str = "", dry_run: bool = False) -> int:
         raise UserError("finetune takes a task first, such as classify: see `foamlab finetune --help`")
     if config.model.name == RunConfig().model.name:
         raise UserError("finetune takes a model: give its folder or its name on the hub with --model")
-    if dry_run:
-        from ...training.preview import preview
-
-        print(preview(config))
-        return 0
-    if os.environ.get("RANK", "0") == "0":
-        print(f"{config.model.name} with {config.optimizer.name}: loading torch", flush=True)  # which takes seconds
-    from ...training.run import train
-    from ..run_display import display
-
-    with display() as on_event:
-        result = train(config, resume=Path(resume) if resume else None, on_event=on_event)
-    return INTERRUPTED if result.status == "interrupted" else 0
+    return begin(config, resume, dry_run)
 
 
 COMMAND = Command(

@@ -16,6 +16,11 @@ def train(config: RunConfig, resume: str = "", dry_run: bool = False) -> int:
         resume: run folder to resume from its last checkpoint, with its own settings.
         dry_run: resolve the settings, build the model without memory and show what would be trained; write nothing.
     """
+    return begin(config, resume, dry_run)
+
+
+def begin(config: RunConfig, resume: str, dry_run: bool) -> int:
+    """Start or resume a run and show it, or preview it; the exit code. `finetune` starts its runs here too."""
     if dry_run:
         from ...training.preview import preview
 
